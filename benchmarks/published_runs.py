@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.machine import cluster_of
-from narrowgauge.planner.next import MeasuredRun
+from narrowgauge.planner.next import SAME, MeasuredRun
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.toml import load_toml
@@ -142,6 +142,8 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
                 changes["tokens_per_step"] = wanted.job.tokens_per_step
             with contextlib.suppress(NarrowgaugeError):
                 told = known.next(**changes)
+                if told.difference == SAME:
+                    continue
                 names = row["name"], row["publication"], told.difference
                 rates = wanted.tokens_per_second, told.tokens_per_second, told.rate_interval
                 yield Fact(*names, "speed", *rates)

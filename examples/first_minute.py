@@ -18,7 +18,7 @@ from pathlib import Path
 from narrowgauge.cli.main import main
 from narrowgauge.spec.models import MODELS
 from narrowgauge.torch_support.machine import multiplies
-from narrowgauge.trainer.tokens import END_OF_TEXT, pieces, write_tokens
+from narrowgauge.trainer.tokens import END_OF_TEXT, write_tokens
 
 # The model ends about a nat below what token frequencies give (6.33), and the late steps are small
 # enough for naive rounding to lose most of them. Higher rates make pairs of runs differ by chance.
@@ -46,11 +46,6 @@ def stdlib_texts() -> Iterator[str]:
         yield file.read_text("utf-8-sig", "replace")  # some test other encodings
 
 
-def stdlib_pieces() -> Iterator[str]:
-    for text in stdlib_texts():
-        yield from pieces(text)
-
-
 def stdlib_tokens() -> Path:
     """Return the folder with the tokens of the standard library.
 
@@ -70,7 +65,7 @@ def stdlib_tokens() -> Path:
         vocab_size=size, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    coder.train_from_iterator(stdlib_pieces(), trainer)
+    coder.train_from_iterator(stdlib_texts(), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=END_OF_TEXT)
     return write_tokens(stdlib_texts(), tokenizer, out)
 

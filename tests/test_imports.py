@@ -15,7 +15,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 ORDER = (
     "errors", "spec", "runs", "planner", "report", "torch_support", "numerics", "matmul", "transforms", "optim",
-    "distributed", "assembly", "measuring", "checkpoints", "trainer", "integrations", "cli", "__main__",
+    "distributed", "assembly", "measuring", "trainer", "integrations", "cli", "__main__",
 )  # fmt: skip
 """The packages: each imports from those before it alone."""
 SIDE_BY_SIDE = {"matmul", "transforms", "optim", "distributed"}
@@ -24,7 +24,7 @@ LIGHT = {
     "torch_support.machine",
     *(f"measuring.{name}" for name in (
         "reading", "kinds", "step", "columns", "settings", "comparison", "intervals", "labels", "laws",
-        "update_laws", "gradient_laws", "loss_laws", "diagnose", "two_runs", "first_difference",
+        "update_laws", "gradient_laws", "loss_laws", "diagnose", "two_runs",
     )),
 }  # fmt: skip
 """Modules of a package above that need no PyTorch, so that any package may import them."""
@@ -104,7 +104,7 @@ EXPENSIVE = (
 
 ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer.
 """
-ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "transforms.scal")
+ABOUT_THEM = ("integrations", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
 
@@ -144,6 +144,11 @@ def test_a_gradient_has_one_door() -> None:
             if is_grad and id(node) not in asked:
                 offenders.add(file.relative_to(SOURCE).as_posix())
     assert offenders == READ_GRADIENTS_IN_PLACE
+
+
+def test_nothing_acts_at_the_interpreter_s_exit() -> None:
+    """A process group ends in the context that made it."""
+    assert [module for module, names in imports().items() if "atexit" in names] == []
 
 
 def test_scripts_import_names_that_exist() -> None:

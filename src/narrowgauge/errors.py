@@ -91,10 +91,6 @@ class CorruptionError(NarrowgaugeError):
         self.tensor = tensor
 
 
-class Terminated(KeyboardInterrupt):
-    """A run stopped on SIGTERM, as on Ctrl-C. The command line exits with status 143."""
-
-
 def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 

@@ -25,13 +25,12 @@ LOCATES: dict[str, set[str]] = {
     "loss": {"gradient", "rounding", "loss-rounding"},
     "gradient": {
         "slope", "gradient", "no-gradient", "nonfinite", "skipped-steps", "gradients-kept", "zero-gradients", "rounding",
-        "no-graph", "cast-range",
+        "cast-range",
     },
-    "clip": {"clip-norm", "clipped-scaled", "gradient", "zero-gradients"},
+    "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {"parameters-twice", "no-gradient", "weights-jump"},
-    "weights": {"nonfinite", "stored-share", "lost-updates", "truncated-setting", "weights-jump"},
-    "resume": {"loss-scale-anew", "weights-jump"},
-    "evaluation": {"drift"},
+    "weights": {"nonfinite", "stored-share", "lost-updates", "weights-jump"},
+    "resume": {"not-restored", "weights-jump"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""
 

@@ -101,7 +101,7 @@ def on_four(rank: int) -> dict[str, Any]:
         "kinds": every_kind(rank),
         "restored": restored(rank),
         "replaced": replaced(rank),
-        "refusals": refusals(),
+        "refusal": refusal(),
     }
 
 
@@ -165,23 +165,15 @@ def replaced(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
-def refusals() -> dict[str, str]:
-    """What is said of shards that nobody could sum."""
-    mesh = mesh_of("sharded")
-    later, sharded_by_hand = Leaf(), placed("sharded")[0]
-    reduction = ng.reduce_gradients_with(later)
-    fully_shard(later, mesh=mesh)
-    extra = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    sharded_by_hand.extra = nn.Parameter(extra)
-    messages = {}
-    for name, attempt in {
-        "because the model was sharded": reduction.micro_batch().__enter__,
-        "'extra' is a DTensor": lambda: ng.reduce_gradients_with(sharded_by_hand),
-    }.items():
-        with pytest.raises(RecipeError) as error:
-            attempt()
-        messages[name] = str(error.value)
-    return messages
+def refusal() -> str:
+    """What is said of a shard that nobody could sum."""
+    sharded_by_hand = placed("sharded")[0]
+    sharded_by_hand.extra = nn.Parameter(
+        distribute_tensor(torch.ones(4), mesh_of("sharded"), [Shard(0)])
+    )
+    with pytest.raises(RecipeError) as error:
+        ng.reduce_gradients_with(sharded_by_hand)
+    return str(error.value)
 
 
 def test_shards_that_were_replaced_are_summed_and_others_refused(
@@ -193,8 +185,7 @@ def test_shards_that_were_replaced_are_summed_and_others_refused(
     for result in four_ranks:
         for gradients in result["replaced"]:
             assert_close(gradients, expected(range(4)), 1e-6)
-        for part, message in result["refusals"].items():
-            assert part in message
+        assert "'extra' is a DTensor" in result["refusal"]
 
 
 def test_a_failure_discards_the_step() -> None:
@@ -227,26 +218,12 @@ def test_what_cannot_be_done_is_refused() -> None:
         pass
 
 
-def test_a_parameter_that_nobody_sums_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    reduction = ng.reduce_gradients_with(model, "reproducible")
-    model[0].requires_grad_(True)
-    with (
-        pytest.raises(RecipeError, match="parameters were added"),
-        reduction.micro_batch(),
-    ):
-        pass
-
-
 def test_a_model_has_one_reduction_until_it_is_closed() -> None:
     model = nn.Linear(2, 2, bias=False)
     first = ng.reduce_gradients_with(model, "reproducible", average=False)
     with pytest.raises(RecipeError, match="sums this model's gradients already"):
         ng.reduce_gradients_with(model)
     first.close()
-    with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
-        pass
     second = ng.reduce_gradients_with(model, "reproducible", average=False)
     with second.micro_batch():
         model(torch.ones(1, 2)).sum().backward()

@@ -236,14 +236,17 @@ def test_an_average_is_of_what_is_stored(decay: float | None) -> None:
 
 
 @pytest.mark.parametrize("is_stepped", [False, True])
-@pytest.mark.parametrize("how", ["keep_float32", "frozen until later"])
+@pytest.mark.parametrize("how", ["another group", "frozen until later"])
 def test_a_copy_rounds_no_weight(how: str, is_stepped: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].requires_grad_(how == "keep_float32")
-    keeps = {"keep_float32": lambda name, p: p.ndim < 2} if how == "keep_float32" else {}
+    first, second = ({"params": layer.parameters()} for layer in model)
+    if how == "another group":
+        first["storage"] = "float32"
+    else:
+        model[0].requires_grad_(False)
     with pytest.warns(UserWarning, match="Rounded"):
-        optimizer = ng.AdamW(model.parameters(), lr=1e-3, **keeps)
+        optimizer = ng.AdamW([first, second], lr=1e-3)
     model.requires_grad_(True)
     if is_stepped:
         train(Training(model, optimizer), range(1))

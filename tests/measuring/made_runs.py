@@ -10,7 +10,7 @@ from narrowgauge.measuring.labels import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [
-    "recipe", "val_loss_std", "val_loss", "bytes_per_param", "tokens_per_second", "step_ratio",
+    "recipe", "val_loss", "bytes_per_param", "tokens_per_second", "step_ratio",
     "step_memory_bytes", "edq", "diverged", "num_seeds", "difference", "difference_interval",
     "verdict",
 ]  # fmt: skip
@@ -32,7 +32,6 @@ def make_run(
     evals: Sequence[tuple[int, float]] = (),
     events: Sequence[dict[str, Any]] = (),
     config: dict[str, Any] | None = None,
-    skipped: int = 0,
     steps: int = 10,
 ) -> Run:
     """A run that took ``steps`` steps from a loss of 8, and ended in ``loss``; ``None`` is not
@@ -43,7 +42,7 @@ def make_run(
         rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds, "edq": edq})
     summary = {
         "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "step_memory_bytes": 1 << 20,
-        "bytes_per_param": SIZES.get(recipe, 8.0), "edq": edq, "num_skipped": skipped,
+        "bytes_per_param": SIZES.get(recipe, 8.0), "edq": edq,
     }  # fmt: skip
     settings = {"recipe": recipe, "seed": seed, "steps": steps, "schedule": "cosine"}
     path = Path(run_name(recipe, seed))

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -55,7 +53,7 @@ def prepared(recipe: str = "bfloat16/word", **options: Any) -> tuple[nn.Module, 
 
 def attached(model: nn.Module, optimizer: Any, every: int = 1) -> tuple[Gauges, list[Row]]:
     rows: list[Row] = []
-    return Gauges(Hub(model, [optimizer]), optimizer, every, rows.append), rows
+    return Gauges(Hub(model, [optimizer], nn.Identity()), optimizer, every, rows.append), rows
 
 
 def trained(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
@@ -137,9 +135,6 @@ def test_experts_are_read_by_the_names_of_their_weights() -> None:
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "norms after projections": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-    "one projection": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=LENGTH, n_embd=WIDTH, n_layer=1, n_head=HEADS)
-    ),
 }
 
 

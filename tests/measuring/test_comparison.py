@@ -44,16 +44,15 @@ def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
     comparison = compared(MASTER, group, [make_run("bfloat16/compact", 0, 4.0)])
     master, row, compact = json.loads(comparison.json())
     assert list(row) == COLUMNS
-    assert (row["val_loss"], row["val_loss_std"]) == pytest.approx((4.2, 0.2))
-    numbers = [row[name] for name in COLUMNS[3:10]]
-    assert numbers == [8.0, 400, None, 1 << 20, 1.0, False, 3]
+    numbers = [row[name] for name in COLUMNS[1:9]]
+    assert numbers == [pytest.approx(4.2), 8.0, 400, None, 1 << 20, 1.0, False, 3]
     assert row["difference"] == pytest.approx(0.1) == sum(row["difference_interval"]) / 2
     assert (master["verdict"], master["difference"]) == ("the baseline", None)
     assert compact["difference_interval"] is None
-    assert "step, x bfloat16" not in comparison.table().heads
+    assert "step, x bfloat16" not in comparison.table().shown
     assert group[0].summary is not None
     group[0].summary["step_ratio"] = 0.5
-    assert "step, x bfloat16" in compared(group).table().heads
+    assert "step, x bfloat16" in compared(group).table().shown
 
 
 def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
@@ -87,9 +86,7 @@ VERDICTS: list[tuple[list[Run], str]] = [
     (word(4.0005, 4.1005, 4.2005), "within the noise"),
     (word(3.9, 4.001, 4.1), "better"),
     (word(3.9976, 4.097, 4.1964), "better"),  # not all of it within a thousandth
-    # Certain, below a hundredth of the loss: a price, not a fault.
     (word(4.02, 4.121, 4.22), "worse"),
-    (word(4.1, 4.2, 4.31), "worse by more than 1 %"),
     (word(4.2, 4.0, 4.2), "not distinguishable"),
     (word(4.02, 4.1, 4.18), "not distinguishable"),  # up to 1.2 %
     (word(4.01), "no interval"),
@@ -102,9 +99,6 @@ VERDICTS: list[tuple[list[Run], str]] = [
         [*word(4.0, 4.1), make_run("bfloat16/word", 2, 4.2, edq=0.3)],
         "within the noise",
     ),
-    (word(*EQUAL, skipped=1), "skips steps"),
-    (word(*EQUAL, skipped=1, steps=20), "within the noise"),
-    (with_data(word(*EQUAL), unigram_loss=4.05), "no better than token frequencies"),
 ]
 
 

@@ -145,7 +145,7 @@ def test_the_command_prints_the_table_or_json(spiked_run: Path) -> None:
     assert (reading["step"], reading["what"], reading["value"]) == (AT, "loss-spike", 9.0)
     same = call(spiked_run, spiked_run)
     assert "The same in all that both recorded (160 steps)." in same.output
-    assert json.loads(call(spiked_run, spiked_run, "--json").output)["same"]
+    assert json.loads(call(spiked_run, spiked_run, "--json").output)["ok"]
 
 
 def write(name: str, text: str) -> Callable[[Path], object]:

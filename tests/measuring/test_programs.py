@@ -58,6 +58,13 @@ def test_a_healthy_program_is_clean_and_its_slope_is_measured(name: str) -> None
     assert float(slope.partition("within ")[2]) <= 1e-8, slope
 
 
+@pytest.mark.parametrize("name", ROWS["named"])
+def test_what_is_not_judged_is_named_and_is_no_reading(name: str) -> None:
+    row = ROWS["named"][name]
+    result = checked(made(row["edits"]))
+    assert not len(result) and row["says"] in str(result), result
+
+
 def test_each_kind_of_the_check_has_a_fault_that_it_reads() -> None:
     by_check = {name for name, kind in KINDS.items() if kind.by.startswith("ng.check")}
     assert by_check <= {row["kind"] for row in ROWS["faults"].values()}

@@ -56,10 +56,11 @@ def make_run(
     return run
 
 
-def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **tables: Any) -> TwoRuns:
+def pair(changed: Any = None, **tables: Any) -> TwoRuns:
     """Compare an undisturbed run with one that has changes."""
-    first = make_run("a", steps=steps, prints=prints)
-    return TwoRuns(first, make_run("b", changed, steps=steps, prints=prints, **tables))
+    return TwoRuns(
+        make_run("a", prints=tables.get("prints", True)), make_run("b", changed, **tables)
+    )
 
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
@@ -69,14 +70,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
     ),
     "fewer threads, which only round": (
         {"changed": {(2, "grad:layers.1"): ROUNDED}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
-        "num_threads 2 and 1.",
+        "by rounding at step 2, in grad:layers.1 (gradient), by 1e-06 times its norm.",
     ),
     "more than rounding behind rounding in one step": (
         {"changed": {(2, "grad:layers.1"): ROUNDED, (2, "grad:layers.0"): 1.01}}, (2, "gradient", "grad:layers.0"),
         "No recorded setting differs.",
     ),
     "no fingerprints": (
-        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""), "in loss (loss).",
+        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""), "in loss (loss), by 0.2 times its loss.",
     ),
 }  # fmt: skip
 """By case: what differs, then the step, stage and tensor of the reading, and a sentence."""
@@ -89,82 +90,90 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     first = runs.readings[0]
     assert (first.step, first.stage, first.tensor) == place and sentence in str(runs), str(runs)
     assert runs.is_rounding == (case == "fewer threads, which only round"), str(runs)
-    assert first.what != "norm" or first.value == pytest.approx(first.expected, rel=0.6)
+    assert first.value != first.expected == pytest.approx(first.value, rel=0.6)
     assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
 
-def test_a_factor_that_all_gradients_share_is_printed() -> None:
-    runs = make_run("a"), make_run("b")
-    for number in range(6):
-        key = f"grad:layers.{number}"
-        for run, factor in zip(runs, (1.0, 65536.0), strict=True):
-            run.fingerprints[2]["tensors"][key] = [10 * number + factor, 2.0 * factor, NUMEL]
-    result = TwoRuns(*runs)
-    assert (result.readings[0].step, result.readings[0].stage) == (3, "gradient")
-    assert "All gradients of b are 65536 times the others." in str(result)
-    assert result.to_dict()["factor"] == 65536 and not result.is_rounding
+def test_a_factor_that_all_gradients_share_is_printed_at_equal_loss_scales() -> None:
+    for scale, factor in ((1.0, 65536.0), (65536.0, 1.0)):
+        runs = make_run("a"), make_run("b")
+        runs[1].steps[2]["loss_scale"] = scale
+        for run, scaled in zip(runs, (1.0, 65536.0), strict=True):
+            for number in range(6):
+                entry = [10 * number + scaled, 2.0 * scaled, NUMEL]
+                run.fingerprints[2]["tensors"][f"grad:layers.{number}"] = entry
+        result = TwoRuns(*runs)
+        assert (result.readings[0].step, result.readings[0].stage) == (3, "gradient")
+        told = f"All gradients of b are {factor:g} times the others." in str(result)
+        assert told == (factor != 1) and result.factor == factor
+        assert result.is_rounding == (factor == 1)
 
 
 def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -> None:
     runs = make_run("a"), make_run("b", {(2, "grad:layers.1"): ROUNDED})
     for run in runs:
-        run.steps[1] |= {"decay/group0": 1e-3, "seconds": 0.1 * len(run.path.name)}
+        run.steps[1] |= {"decay/group0": 1e-3, "arrived": 1e-3, "seconds": 0.1 * len(run.path.name)}
     runs[1].steps[1]["seconds"] = 9.0
     assert TwoRuns(*runs).is_rounding
     runs[1].steps[1]["decay/group0"] = 4e-4
     result = TwoRuns(*runs)
     assert not result.is_rounding
     assert "numbers of the step differ: decay/group0 0.001 and 0.0004." in str(result)
-
-
-def test_runs_that_round_unlike_differ_by_more_than_rounding_explains() -> None:
     wide = make_run("a", config={"recipe": "float32/float32"})
-    assert not TwoRuns(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED})).is_rounding
+    unlike = TwoRuns(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED}))
+    assert not unlike.is_rounding, "the runs round unlike"
 
 
 def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
     """32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4."""
     for factor, is_rounding in ((1.00012, True), (1.00013, False)):
         assert pair({(2, "grad:layers.1"): factor}).is_rounding == is_rounding
-    float32 = {"recipe": "float32/float32"}
+    wide = {"recipe": "float32/float32"}
     for factor, is_rounding in ((1 + 9e-7, True), (1 + 1.1e-6, False)):  # at least 2^-20
-        runs = (
-            make_run("a", config=float32),
-            make_run("b", {(2, "exp_avg:layers.1"): factor}, config=float32),
-        )
+        last = {(2, "exp_avg:layers.1"): factor}
+        runs = make_run("a", config=wide), make_run("b", last, config=wide)
         assert TwoRuns(*runs).is_rounding == is_rounding
-    pairs = [make_run(name, prints=False, config=float32) for name in "ab"]
-    pairs[1].steps[0]["loss"] *= 1 + 8e-7
-    assert TwoRuns(*pairs).is_rounding
-    pairs[1].steps[0]["loss"] *= 1 + 3e-5
-    assert not TwoRuns(*pairs).is_rounding
+    for factor, is_rounding in ((1 + 8e-7, True), (1 + 3e-5, False)):  # of the mean of 2^12 tokens
+        runs = make_run("a", prints=False, config=wide), make_run("b", prints=False, config=wide)
+        for run in runs:
+            run.steps[2]["tokens"] = 3 << 12
+        runs[1].steps[2]["loss"] *= factor
+        assert TwoRuns(*runs).is_rounding == is_rounding
 
 
-def test_gradients_are_compared_without_the_loss_scale_of_their_step() -> None:
-    scaled = {(4, key): 2 * ROUNDED for key in TENSORS if key.startswith("grad")}
-    first = make_run("a")
-    second = make_run("b", scaled)
-    for run, scale in ((first, 4), (second, 8)):
-        run.steps[3] |= {"loss_scale": scale, "grad_norm": 2.0}
-    assert TwoRuns(first, second).readings[0].what == "loss_scale"
+def test_the_ranks_whose_parts_differ_are_told() -> None:
+    runs = make_run("a"), make_run("b", {(2, "output:layers.0"): 1.01})
+    key = "output:layers.0"
+    for run, hashes in zip(runs, ([7, 8, 9], [7, 5, 9]), strict=True):
+        run.fingerprints[1]["tensors"][key].append(hashes)
+    assert "Of 3 ranks these differ there: 1." in str(TwoRuns(*runs))
+    runs[1].fingerprints[1]["tensors"][key][3] = [1, 2, 3]
+    assert "ranks" not in str(TwoRuns(*runs)), "all of them"
 
 
 def test_equal_records_are_the_same_run() -> None:
     runs = pair(machine={"num_threads": 1})
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
     assert "Recorded settings that differ: num_threads 2 and 1." in str(runs)
-    assert runs.to_dict()["same"]
     resumed = make_run("a"), make_run("b")
     resumed[1].fingerprints.append({"step": 1, "tensors": {"weight:layers.0": [9, 1.0, NUMEL]}})
     assert not TwoRuns(*resumed).readings, "a row that a resume repeats"
-    ended = make_run("a", prints=False), make_run("b", prints=False)
-    for run in ended:
+    for run in resumed:
         run.steps[2]["loss"] = math.nan
-    assert not TwoRuns(*ended).readings, "the same NaN"
+    assert not TwoRuns(*resumed).readings, "the same NaN"
     assert "(1 step)" in TwoRuns(make_run("a", steps=1), make_run("b")).verdict
     assert "no step in common" in TwoRuns(make_run("a", steps=0), make_run("b")).verdict
-    paths = make_run("a", config={"data": "/x/text"}), make_run("b", config={"data": "/y/text"})
-    assert not TwoRuns(*paths).settings, "the text is compared, and not its place"
+
+
+def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
+    runs = make_run("a"), make_run("a")
+    for run in runs:
+        run.__dict__["summary"] = {"weights_fingerprint": "abc"}
+    assert TwoRuns(*runs).is_complete
+    runs[1].__dict__["summary"] = {"weights_fingerprint": "abd"}
+    result = TwoRuns(*runs)
+    assert (result.readings[0].step, result.readings[0].what) == (4, "weights_fingerprint")
+    assert not result.is_complete and not result.is_rounding
 
 
 def test_what_only_one_run_has_is_the_answer() -> None:

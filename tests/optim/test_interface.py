@@ -10,7 +10,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 import narrowgauge as ng
 from optim.pairs import build, everything, parameters
@@ -18,26 +17,8 @@ from tensors import (
     assert_same_bits,
     parameters_of,
     peak_bytes,
-    set_gradients,
     step_gradients,
-    take_steps,
 )
-
-
-def test_a_tied_weight_that_is_given_twice_is_one() -> None:
-    """Torch warns of it; it is clipped, stepped and counted once."""
-    (plain,), (tied,) = parameters("word", [(12, 10)]), parameters("word", [(12, 10)])
-    twin = build("adamw", [("embedding", plain)], "word", max_grad_norm=0.1)
-    names = [("embedding", tied), ("output", tied)]
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        doubled = build("adamw", names, "word", max_grad_norm=0.1)
-    for step in range(3):
-        set_gradients([plain], step)
-        set_gradients([tied], step)
-        for optimizer in (twin, doubled):
-            optimizer.step()
-    assert_same_bits(everything(twin), everything(doubled))
-    assert list(doubled.parameter_names().values()) == ["embedding"]
 
 
 @pytest.mark.parametrize(
@@ -135,19 +116,3 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert scaler.get_scale() == 2.0**5
     assert_same_bits(everything(scaled), everything(plain))
-
-
-@pytest.mark.parametrize("recipe", ["float16/split", "float16/float32"])
-def test_a_float16_loss_that_nobody_scaled_is_refused_and_nothing_changes(recipe: str) -> None:
-    """Zero gradients pass: distributed checkpoints make states by a step along them."""
-    layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model, optimizer = ng.prepare(layers, recipe, compile=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-    take_steps(optimizer, range(1), scale=0.0)
-    before = everything(optimizer)
-    with pytest.raises(ng.errors.RecipeError, match="GradScaler"):
-        take_steps(optimizer, range(1))
-    assert_same_bits(before, everything(optimizer))
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    assert all(optimizer.num_steps(p) == 2 for p in model.parameters())

@@ -48,32 +48,28 @@ def train(
 
 
 def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
-    """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by name, by group,
-    frozen at first.
+    """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by group, frozen at
+    first.
     """
     torch.manual_seed(0)
     formats = {"word": torch.bfloat16, "float16/split": torch.float16, "float32": torch.float32}
     weights = {}
     for storage, dtype in formats.items():
         weights[storage] = nn.Parameter(torch.randn(6, 4).to(dtype))
-    frozen, grouped = (
-        nn.Parameter(weights["float32"].detach().clone(), requires_grad=False) for _ in range(2)
-    )
-    frozen.requires_grad_(False), grouped.requires_grad_()
+    frozen = nn.Parameter(weights["float32"].detach().clone(), requires_grad=False)
     alone = {}
     for storage, weight in weights.items():
         alone[storage] = ng.AdamW([copy.deepcopy(weight)], storage=storage, low_bits="zero")
     groups = [
-        {"params": [*weights.items(), ("frozen", frozen)]},
-        {"params": [("grouped", grouped)], "storage": "float32"},
+        {"params": [weights["word"], weights["float16/split"], frozen]},
+        {"params": [weights["float32"]], "storage": "float32"},
     ]
-    options = {"keep_float32": lambda name, parameter: name == "float32", "low_bits": "zero"}
-    optimizer = ng.AdamW(groups, **options)
+    optimizer = ng.AdamW(groups, low_bits="zero")
     frozen.requires_grad_()
     pairs = []
     for storage, separate in alone.items():
         pairs.append((weights[storage], parameters_of(separate)[0], separate))
-    pairs += [(frozen, *pairs[-1][1:]), (grouped, *pairs[-1][1:])]
+    pairs.append((frozen, *pairs[-1][1:]))
     for step in range(2):
         for p, q, _ in pairs:
             p.grad = torch.full_like(p, 0.3 + step)
@@ -149,21 +145,7 @@ def test_cast_weights_are_narrow_in_a_process_group() -> None:
     assert {group["storage"] for group in optimizer.param_groups} == {"word"}
 
 
-@pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
-def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
-    weights = []
-    for _ in range(2):
-        weights.append(nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)))
-    for weight, sign in zip(weights, (1, -1), strict=True):
-        optimizer = kind([weight], lr=0.1, maximize=sign > 0, max_grad_norm=1.0)
-        weight.grad = sign * torch.arange(16.0).view(4, 4).bfloat16()
-        optimizer.step()
-    assert (
-        torch.equal(*weights) and ((weights[0] - 0.999) * weights[0].grad).sum() > 0
-    )  # less a decay
-
-
-def test_an_optimizer_like_an_earlier_one_begins_with_its_weights() -> None:
+def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
@@ -171,7 +153,8 @@ def test_an_optimizer_like_an_earlier_one_begins_with_its_weights() -> None:
         first = ng.AdamW(model.named_parameters(), storage="exact")
     assert first.rounded == ["weight", "bias"]
     assert torch.equal(first.stored(model.weight), before)
-    second = ng.AdamW(model.parameters(), storage="exact", like=first)
+    second = ng.AdamW(model.parameters(), storage="exact")
+    second.adopt({p: first.stored(p) for p in model.parameters()})
     assert second.rounded == [] and torch.equal(second.stored(model.weight), before)
     third = ng.AdamW(model.parameters(), storage="exact")
     assert not third.state and torch.equal(third.stored(model.weight), model.weight.float())

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.errors import RecipeError
 from narrowgauge.optim import GaLore
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.validation import device_of_step, refuse_unscaled
+from narrowgauge.optim.validation import device_of_step
 from optim.pairs import RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -101,19 +100,9 @@ def with_own_rule(storage: str) -> Callable[[], Any]:
     return lambda: ng.Optimizer(parameters(storage), rule, options, storage=storage)
 
 
-def on_one_memory(*, steps: bool) -> Callable[[], Any]:
-    """The gradients are there, and no weight is 0 before."""
-    memory = torch.ones(8, 8, dtype=torch.bfloat16 if steps else torch.float32)
-    params = [nn.Parameter(memory), nn.Parameter(memory[:6])]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    return lambda: ng.AdamW(params).step()
-
-
-def expanded(dtype: torch.dtype) -> Callable[[], Any]:
-    weight = nn.Parameter(torch.randn(1, 4).to(dtype).expand(3, 4))
-    weight.grad = torch.ones(3, 4, dtype=dtype)
-    return lambda: ng.AdamW([weight], compile=False).step()
+def on_one_memory() -> ng.AdamW:
+    memory = torch.ones(8, 8)
+    return ng.AdamW([nn.Parameter(memory), nn.Parameter(memory[:6])])
 
 
 def adopting(
@@ -135,25 +124,21 @@ ones = torch.ones(2, 3)
 MUON = "no matrix.*'rule': 'adamw'"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "one beta": (made(betas=(0.9,)), "two numbers"),
-    "a rate as text": (made(lr="1"), "one number"),
+    "a rate as text": (made(lr="1"), "one finite number"),
     "a negative rate": (made(lr=-1.0), "at least 0"),
     "a seed as text": (made(seed="x"), "one integer"),
     "low bits": (made(low_bits="one"), "one of zero, random"),
     "audits": (made(audit_every=1.5), "one integer"),
     "a recipe": (made(storage="bfloat16/word"), "is a compute and a storage"),
     "a wide storage": (made(storage="float32"), "'word', 'exact' and others take bfloat16"),
-    "amsgrad": (made(amsgrad=True), "amsgrad = True"),
-    "maximize of a group": (in_group(maximize=True), "applies to all groups"),
+    "amsgrad of a group": (in_group(amsgrad=True), "amsgrad = True"),
+    "maximize of a group": (in_group(maximize=True), "maximize = True"),
     "a norm of a group": (in_group(max_grad_norm=1.0), "clip_grad_norm_"),
     "a rule of a group": (in_group(rule="lion"), "one of adamw"),
     "vectors of Muon": (lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02), MUON),
     "a rule that is not monotone": (with_own_rule("compact"), "does not say that it is monotone"),
-    "meta": (lambda: ng.AdamW([nn.Parameter(torch.ones(3, device="meta"))]), "meta device.*to_empty"),
     "two devices": (lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")]), "cpu and meta"),
-    "one memory": (on_one_memory(steps=True), "share their memory"),
-    "one memory, rounded": (on_one_memory(steps=False), "share their memory"),
-    "an expanded weight": (expanded(torch.bfloat16), "share their memory"),
-    "an expanded weight, rounded": (expanded(torch.float32), "share their memory"),
+    "one memory": (on_one_memory, "another parameter has its memory"),
     "a value of another tensor": (adopting("", weight=ones), "does not step"),
     "a state without a weight": (adopting("exp_avg", 2, 3, weight=ones), "states and no weight"),
     "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
@@ -201,15 +186,10 @@ def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_flags_and_defaults_are_torchs(name: str) -> None:
-    """Flags are tolerated where they are off, or ask for what is done."""
-    off = dict.fromkeys(("capturable", "differentiable", "amsgrad", "maximize"), False)
-    off |= {"fused": True, "foreach": None}
-    ours = getattr(ng, name)(parameters("float32", [(6, 4)]), storage="float32", **off)
-    ours.add_param_group({"params": parameters("float32", [(6, 4)]), **off})
-    take_steps(ours, range(1))
+def test_defaults_are_torchs(name: str) -> None:
+    ours = getattr(ng, name)(parameters("float32", [(6, 4)]), storage="float32")
     theirs = getattr(torch.optim, name)(parameters("float32")[:1]).defaults
-    for option in ours.defaults.keys() & theirs.keys() - {"eps", "foreach", "fused", "maximize"}:
+    for option in ours.defaults.keys() & theirs.keys() - {"eps"}:
         assert ours.defaults[option] == theirs[option], option
 
 
@@ -277,9 +257,3 @@ def test_notes_of_other_code_stay_beside_a_state() -> None:
     state["exp_avg"] = torch.zeros(4, 4)
     with pytest.raises(ng.errors.RecipeError, match="'exp_avg' is packed"):
         take_steps(optimizer, range(1, 2))
-
-
-def test_gradients_that_are_not_zero_need_a_scaled_loss_in_float16() -> None:
-    refuse_unscaled([torch.zeros(3)])
-    with pytest.raises(RecipeError, match="nobody scaled the loss"):
-        refuse_unscaled([torch.zeros(3), torch.ones(2)])

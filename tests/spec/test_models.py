@@ -13,7 +13,6 @@ from narrowgauge.spec.models import (
     MODELS,
     Model,
     get_model,
-    usual_rate,
     weights_file,
 )
 
@@ -49,12 +48,6 @@ def test_published_parameter_counts() -> None:
         "gpt2-124m": 124_439_808,
     }
     assert {name: MODELS[name].num_parameters for name in published} == published
-
-
-def test_the_usual_rate_falls_with_the_size() -> None:
-    """GPT-3's table, above what small Llamas take: each rate holds below its size."""
-    for size, below, above in ((4e6, 3e-3, 1e-3), (6e7, 1e-3, 6e-4), (6e8, 6e-4, 3e-4)):
-        assert (usual_rate(int(size) - 1), usual_rate(int(size) + 1)) == (below, above)
 
 
 def test_names() -> None:

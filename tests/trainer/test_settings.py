@@ -35,7 +35,7 @@ def test_defaults_are_a_run_that_can_start_and_checking_writes_nothing(
     settings = Settings(data=data, recipe="bf16/word").checked()
     assert settings.out == "runs/llama-1m-bfloat16-word"
     assert not any(elsewhere.iterdir())
-    assert Settings.from_dict(load_toml(tomli_w.dumps(vars(settings)))) == settings
+    assert Settings(**load_toml(tomli_w.dumps(vars(settings)))) == settings
     with pytest.raises(NarrowgaugeError, match="8 sequences into 1 micro-batches for 2 ranks"):
         settings.checked(2)
 
@@ -51,19 +51,15 @@ def test_the_schedule_at_known_steps() -> None:
 
 
 IMPOSSIBLE: dict[str, dict[str, Any]] = {
-    "steps = 0: it must be at least 1": {"steps": 0},
+    "steps = 0: it must be one integer and at least 1": {"steps": 0},
     "steps = True: it must be one integer": {"steps": True},
-    "seed = 4294967296: it must be at least 0 and below": {"seed": 1 << 32},
-    "lr = nan: it must be at least 0": {"lr": math.nan},
-    "lr = inf: it must be at least 0 and finite": {"lr": math.inf},
-    "lr = '0.1': it must be one number": {"lr": "0.1"},
-    "max_grad_norm = -1.0: it must be at least 0": {"max_grad_norm": -1.0},
+    "lr = nan: it must be one finite number and at least 0": {"lr": math.nan},
+    "lr = inf: it must be one finite number and at least 0": {"lr": math.inf},
+    "lr = '0.1': it must be one finite number": {"lr": "0.1"},
+    "max_grad_norm = -1.0: it must be one finite number and at least 0": {"max_grad_norm": -1.0},
     "must be one of none, tensorboard, wandb": {"report_to": "mlflow"},
     "8 sequences into 3 micro-batches for 1 rank": {"gradient_accumulation_steps": 3},
-    "data = 3: it must be text": {"data": 3},
     "no compute is named 'x'": {"recipe": "x/word"},
-    "hf download no-one/nothing": {"model": "no-one/nothing"},
-    "no config.json is in its folder": {"model": "."},
     "narrowgauge tokenize TEXT OUT": {},
     "No such file": {"data": "nowhere"},
 }

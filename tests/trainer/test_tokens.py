@@ -59,7 +59,13 @@ def test_what_is_no_text_is_refused(name: str, content: bytes, tmp_path: Path) -
             [*read_texts(tmp_path / file)]
     with pytest.raises(DataError, match="there is no text"):
         write_tokens([""], load_tokenizer(None), tmp_path / "out")
-    with pytest.raises(DataError, match=r"Cannot read the tokenizer in .*eos_token"):
+
+
+def test_a_tokenizer_needs_a_token_that_ends_a_document(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(None)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="no token that ends a document"):
         load_tokenizer(tmp_path)
 
 
@@ -77,13 +83,9 @@ def test_any_pipeline_may_write_tokens(tmp_path: Path) -> None:
     assert saved(tmp_path, ids).fingerprint != tokens.fingerprint
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x93NUMPY\x01\x00v", np.zeros((2, 2), np.uint16), np.zeros(9), None]
-)
-def test_damaged_tokens_are_refused(content: bytes | np.ndarray | None, tmp_path: Path) -> None:
-    if isinstance(content, np.ndarray):
-        np.save(tmp_path / "tokens.npy", content)
-    elif content is not None:
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00v", None])
+def test_damaged_tokens_are_refused(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
         (tmp_path / "tokens.npy").write_bytes(content)
     with pytest.raises(DataError, match=r"narrowgauge tokenize TEXT OUT") as caught:
         open_tokens(tmp_path)
@@ -103,12 +105,10 @@ def test_each_epoch_holds_every_window_once_in_another_order(tmp_path: Path) -> 
     assert order_of_epoch(7, 2, 8).tolist() == [7, 6, 4, 1, 5, 2, 0, 3]  # NumPy's frozen order
 
 
-def test_validation_is_spread_and_a_short_text_refused(tmp_path: Path) -> None:
+def test_validation_is_spread(tmp_path: Path) -> None:
     tokens = saved(tmp_path, np.arange(4000, dtype=np.uint16))
     assert tokens.validation(4, 10)[:, 0].tolist() == [3800, 3840, 3890, 3940]
     assert len(tokens.validation(99, 10)) == 19
-    with pytest.raises(DataError, match="needs 201 tokens; the held-out part has 200"):
-        tokens.require(200)
 
 
 def test_the_unigram_loss_is_that_of_the_counts(tmp_path: Path) -> None:

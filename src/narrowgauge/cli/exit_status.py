@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from narrowgauge.distributed import job
-from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated
+from narrowgauge.errors import NarrowgaugeError, ReportedError
 
 # Of PyTorch, on a GPU and on a CPU.
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
@@ -21,9 +21,7 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT)
 
 
 class CommandGroup(click.Group):
-    """Exits with status 2 for invalid input, 1 for a machine that fails, 130 after Ctrl-C, 143
-    after SIGTERM.
-    """
+    """Exits with status 2 for invalid input, 1 for a machine that fails, 130 after a signal."""
 
     def main(
         self,
@@ -82,8 +80,7 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
     if isinstance(error, NarrowgaugeError):
         return name, text, error.status
     if isinstance(error, click.Abort):
-        status = 143 if isinstance(error.__cause__, Terminated) else 130
-        return "Interrupted", text or "the command was stopped.", status
+        return "Interrupted", text or "the command was stopped.", 130
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         advice = f" (See {context.command_path} --help.)" if context else ""
@@ -97,7 +94,6 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
         sys.stdout = io.StringIO()
         advice = "Redirect it to another place."
         return "OSError", f"Cannot write to standard output: {error.strerror}. {advice}", 1
-    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
-        return "OSError", message, 2
+    if isinstance(error, OSError):  # also of transformers, which says what it cannot find
+        return "OSError", text, 2
     return None

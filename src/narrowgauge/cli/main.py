@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,14 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RankError
+from narrowgauge.errors import ChipError, RankError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.places import require_empty
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml import read_file
+from narrowgauge.spec.toml import read_file, refuse_unknown
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
@@ -65,8 +64,6 @@ def _train(settings: dict[str, Any]) -> None:
     from narrowgauge.trainer import loop
 
     keep_pages()
-    # PyTorch's own, at every step.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
         folder = loop.train(settings)
     if job.rank() == 0:
@@ -101,6 +98,8 @@ def main(context: click.Context) -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # PyTorch's own warnings to its developers
+    # PyTorch's own, at every step and at every checkpoint of one process.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module|torch.distributed is disabled")
     help_without_command(context)
 
 
@@ -182,9 +181,9 @@ def show_step(storage: str, rule: str) -> None:
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
 @click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
-@flags.json_object
-def show_arithmetic(cuda: bool, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
+def show_arithmetic(cuda: bool) -> None:
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers, as
+    JSON.
 
     On two machines, versions or numbers of threads (OMP_NUM_THREADS), compare the outputs with diff;
     of two runs, narrowgauge diagnose RUN OTHER compares it.
@@ -198,13 +197,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
             "Cannot measure a GPU because PyTorch sees none here.",
             "Leave --cuda out to measure this CPU.",
         )
-    table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
-    if as_json:
-        return tables.write_json(table)
-    for part in table.values():
-        for name, text in part.items():
-            click.echo(f"{name}: {text}")
-    return None
+    tables.write_json(measure_arithmetic(torch.device("cuda" if cuda else "cpu")))
 
 
 @main.command("tokenize", short_help="Make tokens from text, for train and compare.")
@@ -241,6 +234,7 @@ def train(file: Path | None, **settings: Any) -> None:
     named: dict[str, Any] = {}
     if file is not None:
         named = read_file(file, "settings file", "Name a UTF-8 TOML file.")
+        refuse_unknown(named, settings, str(file), RecipeError)
     _train(named | flags.given(settings))
 
 
@@ -276,8 +270,7 @@ def compare(
 
     keep_pages()
     comparison, page = comparing.compare_recipes(
-        recipes, flags.given(settings), seeds=seeds, out=out,
-        stream=sys.stderr if as_json else sys.stdout,
+        recipes, flags.given(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)
     )  # fmt: skip
     if as_json:
         return tables.write_json(comparison.rows)

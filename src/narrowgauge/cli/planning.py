@@ -104,22 +104,25 @@ def run_command(as_json: bool, **asked: Any) -> None:
 
 
 @plan_group.command("next", short_help="Tell one measured run, get the next.")
-@click.argument("run", metavar="RUN", type=flags.PATH)
+@click.argument("run", metavar="RUN")
 @click.argument("changes", metavar="NAME=VALUE…", nargs=-1)
 @flags.json_object
-def next_command(run: Path, changes: tuple[str, ...], as_json: bool) -> None:
+def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     """Plan another run, corrected by RUN, which was measured. What is not said is RUN's.
 
     RUN is a run folder, or a TOML file: model, chip, chips, sequence_length, recipes, layout,
     program, tokens_per_second (of all chips), peak_gb; log = "trainer_state.json" reads the speed.
+    Without a file, write these in quotes.
 
     \b
     narrowgauge plan next run.toml chips=128 sequence_length=16384
+    narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
-    from narrowgauge.planner.next import read_changes, read_measured
+    from narrowgauge.planner.layouts import read_values
+    from narrowgauge.planner.next import read_measured
 
     measured = read_measured(run)
-    told = measured.next(**read_changes(changes))
+    told = measured.next(**read_values(changes))
     if as_json:
         return tables.write_json(told.row())
     return click.echo(f"{measured}\n{told}")

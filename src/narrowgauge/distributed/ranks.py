@@ -7,9 +7,6 @@ exchange. Callers need not check.
 
 from __future__ import annotations
 
-import atexit
-import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -114,16 +111,4 @@ def all_ranks() -> Ranks:
     """Return the ranks of the default process group. Without a group, return a single process."""
     if not has_group():
         return ALONE
-    _pause_at_exit()
     return Ranks(dist.get_rank(), dist.get_world_size())
-
-
-@functools.cache
-def _pause_at_exit() -> None:
-    """Let gloo's threads drop the tensors of the last collectives before the interpreter shuts
-    down, unless the group is gone.
-
-    A thread needs the interpreter's lock to drop a tensor. If shutdown comes first, PyTorch 2.13
-    aborts one process in eight: "terminate called without an active exception".
-    """
-    atexit.register(lambda: time.sleep(0.2 if has_group() else 0))

@@ -161,45 +161,42 @@ class GradientReduction:
         self.is_last = True
         self.is_absent = False
         self._sums: list[ExactSum] = []
-        self._buckets: dict[ExactSum, list[Tensor]] = {}
         self._params = [p for p in self._model.parameters() if p.requires_grad]
-        self._sharded: list[Tensor] = []
-        self._whole: list[Tensor] = []
-        self._sort()
         self._undo: list[Callable[[], object]] = []
-        self._install()
+        in_groups = self._take_over_groups()
+        self._sharded = [p for p in self._params if id(p) in in_groups]
+        self._whole = [p for p in self._params if id(p) not in in_groups]
+        self._buckets: dict[ExactSum, list[Tensor]] = {}
+        self._watch()
 
-    def _sort(self) -> None:
-        """Tell parameters whose gradients FSDP2 sums over shards from whole ones."""
+    def _take_over_groups(self) -> set[int]:
+        """Let our sums reduce FSDP2's parameter groups. Return the ids of the parameters whose
+        gradients they sum over shards.
+        """
         in_groups: set[int] = set()
+        alone = None
         for module, group in self._fsdp:
             _require_own_dtypes(module, group)
             in_groups.update(map(id, torch_names.fsdp_parameters(group)))
         _require_gathered(self._model, in_groups)
         meshes = [torch_names.fsdp_mesh(group) for _, group in self._fsdp]
         # Over one shard FSDP2 sums nothing.
-        self._sums_shards = any(mesh.size(shard_dim) > 1 for mesh, shard_dim, _ in meshes)
-        for parameter in self._params:
-            if self._sums_shards and id(parameter) in in_groups:
-                self._sharded.append(parameter)
-            else:
-                self._whole.append(parameter)
-
-    def _install(self) -> None:
-        """Let our sums reduce FSDP2's parameter groups, and watch whole gradients arrive."""
-        num_whole = len(self._groups)
-        alone = None
+        sums_shards = any(mesh.size(shard_dim) > 1 for mesh, shard_dim, _ in meshes)
         for module, group in self._fsdp:
             if torch_names.fsdp_mesh(group)[2] is not None and alone is None:
                 # For FSDP2's own sum over replicas, when ours is done.
                 alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            comm = _GroupSum(self, self._new_sum(num_whole - self._sums_shards))
+            comm = _GroupSum(self, self._new_sum(len(self._groups) - sums_shards))
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
+        return in_groups if sums_shards else set()
+
+    def _watch(self) -> None:
+        """Watch whole gradients arrive, and forward passes begin."""
         by_kind: dict[Any, list[Tensor]] = {}
         for parameter in self._whole:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for bucket in by_kind.values():
-            self._buckets[self._new_sum(num_whole)] = bucket
+            self._buckets[self._new_sum(len(self._groups))] = bucket
         # A strong reference in a parameter's hook would keep model and reduction forever.
         arrive: Any = weakref.WeakMethod(self.arrive)
         for parameter in self._whole:
@@ -235,8 +232,8 @@ class GradientReduction:
                 numbers or does not use all parameters of an FSDP2 group, or FSDP2 is set to keep
                 gradients on a rank.
         """
-        if self._is_open or not self._undo:
-            raise RuntimeError("micro_batch was entered within another, or of a closed reduction")
+        if self._is_open:
+            raise RuntimeError("micro_batch was entered within another")
         self._begin(is_last)
         self._is_open = True
         self.is_last = is_last
@@ -278,7 +275,6 @@ class GradientReduction:
                 "a step was begun, and gradients of an earlier one are still there.",
                 "Call zero_grad(set_to_none=True) after each step.",
             )
-        self._require_known()
         for exact_sum in self._sums:
             exact_sum.spans.clear()
 
@@ -295,12 +291,6 @@ class GradientReduction:
                 "vectors that are summed.",
                 "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
                 "it; or keep it whole on every rank: ignored_params=… of fully_shard.",
-            )
-        if any(p in self._arrived and p.grad is None for p in self._whole):
-            raise RecipeError(
-                "a gradient was cleared in backward, before it was summed over ranks and "
-                "micro-batches.",
-                "Step after backward.",
             )
         for exact_sum, bucket in self._buckets.items():
             self._add(exact_sum, bucket)
@@ -356,18 +346,6 @@ class GradientReduction:
                 f"Cannot sum the gradients of micro-batch {number} of rank "
                 f"{all_ranks().rank} because some ranks end their step with another micro-batch.",
                 "Give every rank as many: one without data repeats one with is_absent=True.",
-            )
-
-    def _require_known(self) -> None:
-        """Refuse a model that was sharded, or of which more is trained, since the start: replicas
-        would drift.
-        """
-        trained = {id(p) for p in self._model.parameters() if p.requires_grad}
-        if trained != set(map(id, self._params)):
-            raise RecipeError(
-                "Cannot sum gradients because the model was sharded, or parameters were added, "
-                "frozen or trained, after the reduction was installed.",
-                "Call close() of the reduction, and install it anew.",
             )
 
     def _generators(self) -> list[bytes]:

@@ -114,33 +114,28 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
     All ranks call it with the same names, and get the same 16 digits as one process that holds all
     of it.
     """
-    return fingerprint_all(fingerprints_whole_and_own(named)[0])
+    return fingerprint_all(fingerprints_whole(named))
 
 
-def fingerprints_whole_and_own(
-    named: Mapping[str, Tensor],
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the fingerprints of whole tensors, and of this rank's parts, from one read.
-
-    All ranks pass the same names in order.
+def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the fingerprints of whole tensors. All ranks pass the same names in order.
 
     Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
     """
-    local: dict[str, int] = {}
+    totals: dict[str, int] = {}
     names_of: dict[Any, list[str]] = {}
     for name, tensor in named.items():
-        local[name], group = _local_fingerprint(tensor)
+        totals[name], group = _local_fingerprint(tensor)
         if group is not None:
             names_of.setdefault(group, []).append(name)
-    totals = dict(local)
     for group, names in names_of.items():
         # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
-        signed = [local[name] - (local[name] >> 63 << 64) for name in names]
+        signed = [totals[name] - (totals[name] >> 63 << 64) for name in names]
         total = torch.tensor(signed, dtype=torch.int64, device="cpu").to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
         for name, number in zip(names, total.tolist(), strict=True):
             totals[name] = number % (1 << 64)
-    return totals, local
+    return totals
 
 
 def _local_fingerprint(tensor: Any) -> tuple[int, Any]:

@@ -1,7 +1,8 @@
 """Run a user's step operation by operation, and ask policies what lies beside each result.
 
 One dispatch mode sees every operation of forward and backward. A policy is an object with
-``before(operation)`` and ``after(operation)``: :mod:`narrowgauge.measuring.policies`.
+``before(operation)``, whose result is a note, and ``after(operation, note)``:
+:mod:`narrowgauge.measuring.policies`.
 
 A *site* is a line of the user's code, in forward or in backward. Layers that share a line are one
 site, and an operation of backward has the site of its forward operation.
@@ -38,50 +39,6 @@ UNKNOWN = "an unknown line"
 _OVERWRITES = ("fill_", "zero_", "set_", "_foreach_zero_", "copy_")
 
 
-class Sites:
-    """Name the site of the current operation, and remember the lines of forward for backward."""
-
-    def __init__(self) -> None:
-        self._lines: dict[int, str] = {}
-
-    def now(self) -> tuple[str, bool]:
-        """Return the site, and whether it is in backward."""
-        line, is_backward = _user_line()
-        if line:  # forward, a recomputed forward, or a backward that the user wrote
-            self._lines[torch_names.next_sequence_number()] = line
-        else:
-            is_backward = True
-            node = torch_names.autograd_node()
-            if node is None or "AccumulateGrad" in node.name():
-                return SUM, True
-            number = torch_names.sequence_number(node)
-            line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
-        return (f"{line}, backward" if is_backward else line), is_backward
-
-
-def _user_line() -> tuple[str, bool]:
-    """Return the innermost line of the user, with the layer of torch that it called, and whether it
-    is in a backward. The line is empty in a backward that has no frame of the user.
-    """
-    frame: Any = sys._getframe(2)
-    layer = ""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_engine_run_backward":
-            return "", True
-        if not code.co_filename.startswith(_SKIPPED):
-            name = code.co_qualname.replace("<locals>.", "")
-            line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
-            is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
-            return layer + line, is_backward
-        if not layer and code.co_name == "forward":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                layer = f"{type(owner).__name__} in "
-        frame = frame.f_back
-    return UNKNOWN, False
-
-
 class Operation:
     """An operation with its arguments, and with its result after it ran.
 
@@ -94,7 +51,6 @@ class Operation:
             arguments are as before their casts.
         site: the line, and ``is_backward`` whether that is in backward.
         draws: whether its result is random numbers; a dropout's mask is one of its results.
-        notes: what a policy keeps between ``before`` and ``after``.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, site: tuple[str, bool]) -> None:
@@ -103,7 +59,6 @@ class Operation:
         self.kwargs = kwargs
         self.site, self.is_backward = site
         self.result: Any = None
-        self.notes: dict[Any, Any] = {}
         self.arguments: dict[str, Any] = {}
         self.operands = self.read = tensors_in((args, kwargs))
         self.written: list[Tensor] = []
@@ -121,7 +76,7 @@ class Operation:
         names = [argument.name for argument in schema.arguments]
         self.arguments = dict(zip(names, args, strict=False)) | kwargs
         for argument in schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.is_write:
                 self.written += tensors_in(self.arguments.get(argument.name))
         if self.is_collective and self.name.endswith("_"):
             self.written = tensors_in(args[0])  # its schema does not say so
@@ -133,10 +88,8 @@ class Operation:
     def is_view(self) -> bool:
         """Return whether the result lies in the memory of an operand, and nothing was written."""
         storages = set(map(storage_key, self.operands))
-        results = tensors_in(self.result)
-        if self.written or not results:
-            return False
-        return all(storage_key(x) in storages for x in results)
+        results = set(map(storage_key, tensors_in(self.result)))
+        return bool(results) and not self.written and results <= storages
 
     def __str__(self) -> str:
         return f"{self.name} in {self.site}"
@@ -151,24 +104,24 @@ class Beside(TorchDispatchMode):
     def __init__(self, *policies: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policies = policies
-        self.sites = Sites()
+        self._lines: dict[int, str] = {}
+        """The lines of forward, by the numbers of their autograd nodes."""
         self._undo = ExitStack()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter, nn.Buffer) for kind in types):
             return NotImplemented
-        return self._asked(Operation(func, args, kwargs or {}, self.sites.now()))
+        return self._asked(Operation(func, args, kwargs or {}, self._site()))
 
     def _asked(self, operation: Operation) -> Any:
-        for policy in self.policies:
-            policy.before(operation)
+        notes = [policy.before(operation) for policy in self.policies]
         operation.result = operation.func(*operation.args, **operation.kwargs)
-        for policy in self.policies:
-            policy.after(operation)
+        for policy, note in zip(self.policies, notes, strict=True):
+            policy.after(operation, note)
         return operation.result
 
     def __enter__(self) -> Self:
-        for name in ("output", "gradients"):
+        for name in ("layer_output", "gradients"):
             run = getattr(layer_matmuls, name)
             self._undo.callback(setattr, layer_matmuls, name, run)
             setattr(layer_matmuls, name, partial(self._layer, run))
@@ -180,9 +133,47 @@ class Beside(TorchDispatchMode):
         self._undo.close()
 
     def _layer(self, run: Any, *args: Any) -> Any:
-        site = self.sites.now()
+        site = self._site()
         with torch_names.no_modes(), torch.autocast(args[0].device.type, enabled=False):
             return self._asked(Operation(run, args, {}, site))
+
+    def _site(self) -> tuple[str, bool]:
+        """Return the site of the current operation, and whether it is in backward."""
+        line, is_backward = _user_line()
+        if line:  # forward, a recomputed forward, or a backward that the user wrote
+            self._lines[torch_names.next_sequence_number()] = line
+        else:
+            is_backward = True
+            node = torch_names.autograd_node()
+            if node is None or "AccumulateGrad" in node.name():
+                return SUM, True
+            number = torch_names.sequence_number(node)
+            line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
+        return (f"{line}, backward" if is_backward else line), is_backward
+
+
+def _user_line() -> tuple[str, bool]:
+    """Return the innermost line of the user, with the layer of torch that it called, and whether it
+    is in a backward. The line is empty in a backward that has no frame of the user.
+    """
+    frame: Any = sys._getframe()
+    layer = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            return "", True
+        if not code.co_filename.startswith(_SKIPPED):
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
+            name = name.replace("<locals>.", "")
+            line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+            is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
+            return layer + line, is_backward
+        if not layer and code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                layer = f"{type(owner).__name__} in "
+        frame = frame.f_back
+    return UNKNOWN, False
 
 
 # ── tensors and their memory ──────────────────────────────────────────────────────────────────────

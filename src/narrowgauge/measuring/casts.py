@@ -7,8 +7,8 @@ outputs; queries and keys. So a watched run has the same bits. A sampled step is
 
 A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings
 keep norms. Attention modules are known by the name of their class. Not seen are modules that do not
-state the width of a head (``head_dim``), and those that never call their projections, such as
-``nn.MultiheadAttention``.
+state the width of a head (``head_dim``), those with one projection for queries, keys and values, and
+those that never call their projections, such as ``nn.MultiheadAttention``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,9 @@ SAMPLE = 1 << 13
 """Values copied from each tensor: whole rows, evenly spaced."""
 _SLOTS = {"input": "output.left", "output_grad": "grad_input.left"}
 """The slot whose cast is measured, for each kind of tensor."""
-_PAIRS = (
-    ("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"), ("c_attn", "c_attn"),
-    ("qkv", "qkv"), ("qkv_proj", "qkv_proj"), ("query_key_value", "query_key_value"),
-)  # fmt: skip
+_PAIRS = (("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"))
 """Modules that give queries and keys, by the names that libraries use: what comes last in the forward
-pass first. One module for both gives queries, keys and values of equal widths.
+pass first.
 """
 
 
@@ -56,8 +53,11 @@ class Gauges(Listener):
         hub: of the loop. The low-precision layers and experts of its model, and queries and keys of
             modules whose class name contains "Attention" are watched.
         optimizer: whose steps are counted.
-        every: number of steps between samples.
+        every: number of steps between samples; 0 for none.
         on_row: called with each row of ``gauges.jsonl``.
+
+    Attributes:
+        step: number of optimizer steps done; set it when a loop resumes.
 
     Cost: a cast of ``SAMPLE`` values of each tensor on sampled steps, where the host waits for the
     device.
@@ -75,93 +75,71 @@ class Gauges(Listener):
         require_float64(hub.model.parameters())
         self.optimizer = optimizer
         self.every = every
+        self.step = 0
         self._hub = hub
         self._on_row = on_row
         self._row: Row = {}
-        self._norms: dict[str, float] = {}
+        self._norms: dict[str, list[float]] = {}
         self._undo = ExitStack()
         self.layers: dict[str, Any] = {}
         for name, layer in NarrowLayers(hub.model).layers.items():
             self.layers[plain_name(name)] = layer
-        self._heads: dict[str, Heads] = {}
+            self._hook(layer, partial(self._see_layer, plain_name(name)))
         for name, module in hub.model.named_modules():
             heads = heads_of(module)
             if heads is not None:
-                self._heads[plain_name(name)] = heads
+                for part, projection in enumerate((heads.query, heads.key)):
+                    self._hook(projection, partial(self._see_heads, plain_name(name), heads, part))
         hub.listeners.append(self)
-        self.step = 0
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps done; set it when a loop resumes."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._step = step
-        self._undo.close()
-        self._row = {"step": step + 1}
-        self.is_recording = (step + 1) % self.every == 0
-        if self.is_recording:
-            for name, layer in self.layers.items():
-                self._hook(layer, partial(self._see_layer, name))
-            for name, heads in self._heads.items():
-                self._hook(heads.query, partial(self._see_query, heads))
-                self._hook(heads.key, partial(self._see_key, name, heads))
 
     def end(self) -> None:
         """Remove the gauges from the model."""
-        if self in self._hub.listeners:
-            self._hub.listeners.remove(self)
-        self.is_recording = False
+        self.every = 0
         self._undo.close()
 
-    def _hook(self, module: nn.Module, see: Callable[..., None]) -> None:
+    def _hook(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             is_eager = not torch.compiler.is_compiling() and not is_transformed()
-            if is_eager and torch.is_grad_enabled() and module.training:
+            is_trained = torch.is_grad_enabled() and module.training
+            if is_eager and is_trained and self._is_sampled(self.step + 1):
                 self._hub.guard(self, see, args, output)
 
-        self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
+        if self.every:
+            self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
 
     def _see_layer(self, name: str, args: Any, output: Any) -> None:
         if args:
             self._record("input", name, args[0])
-
-        def see_gradient(gradient: Tensor) -> None:
-            self._hub.guard(self, self._record, "output_grad", name, gradient)
-
         # A hook does not change the tensor, so it may still be modified in place.
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(see_gradient)
+            see = partial(self._hub.guard, self, self._record, "output_grad", name)
+            output.register_hook(see)
 
-    def _see_query(self, heads: Heads, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            self._norms["query"] = heads.largest_norm(output.detach(), 0)
-
-    def _see_key(self, name: str, heads: Heads, args: Any, output: Any) -> None:
-        if not isinstance(output, Tensor):
-            return
-        bound = (
-            heads.scale
-            * self._norms.get("query", math.nan)
-            * heads.largest_norm(output.detach(), 1)
-        )
-        self._row.setdefault("attention", {})[name] = [bound]
+    def _see_heads(self, name: str, heads: Heads, part: int, args: Any, output: Any) -> None:
+        """Record the bound of the logits of an attention, after its queries and its keys."""
+        norms = self._norms.setdefault(name, [math.nan, math.nan])
+        vectors = output.detach().float().unflatten(-1, (-1, heads.width))
+        norms[part] = float(vectors.norm(dim=-1).amax())
+        self._row.setdefault("attention", {})[name] = [heads.scale * norms[0] * norms[1]]
 
     @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
         """Record a tensor. A later call for the same one replaces the earlier value."""
         cast = cast_of(kind, self.layers[name])
-        if self.is_recording and cast is not None and x.numel():
+        if cast is not None and x.numel():
             self._row.setdefault("tensors", {})[f"{kind}:{name}"] = _losses(x.detach(), cast)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the row of a sampled step."""
         if optimizer is self.optimizer:
-            if self.is_recording:
-                self._on_row(self._row)
-            self.step = self._step + 1
+            self.step += 1
+            row = {"step": self.step, **self._row}
+            self._row = {}
+            if self._is_sampled(self.step):
+                self._on_row(row)
+
+    def _is_sampled(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
 
 
 # ── the numbers ───────────────────────────────────────────────────────────────────────────────────
@@ -213,16 +191,6 @@ class Heads(NamedTuple):
     width: int
     scale: float
 
-    def largest_norm(self, x: Tensor, part: int) -> float:
-        """Return the largest norm of a head in ``[..., heads × width]``.
-
-        Args:
-            part: 0 for queries, 1 for keys, where one module gives them and the values.
-        """
-        if self.query is self.key:
-            x = x.chunk(3, -1)[part]
-        return float(x.float().unflatten(-1, (-1, self.width)).norm(dim=-1).amax())
-
 
 def heads_of(module: Any) -> Heads | None:
     """Return where a module's queries and keys are; ``None`` if it is not attention or does not
@@ -234,8 +202,6 @@ def heads_of(module: Any) -> Heads | None:
     children = dict(module.named_children())
     for query, key in _PAIRS:
         if query in children and key in children:
-            scale = getattr(module, "scaling", None)
-            if not isinstance(scale, float):
-                scale = width**-0.5
-            return Heads(children[query], children[key], width, scale)
+            scale = getattr(module, "scaling", width**-0.5)
+            return Heads(children[query], children[key], width, float(scale))
     return None

@@ -25,14 +25,12 @@ from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, number
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.tables import Column, Table, json_value
+from narrowgauge.spec.tables import Table, json_value
 
 NEGLIGIBLE = 1e-3
 """Fraction of the baseline's loss: a difference whose whole interval lies within does not matter."""
 ACCEPTABLE = 0.01
-"""Fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault."""
-MAX_SKIPPED = 0.05
-"""Fraction of steps: a loss scale settles within fewer."""
+"""Fraction of the baseline's loss: a recipe is as good if its interval rules out a larger increase."""
 BASELINE = "the baseline"
 FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
@@ -51,7 +49,7 @@ class Comparison:
 
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
-            ``val_loss_std`` (between seeds), ``tokens_per_second`` (median), ``bytes_per_param``,
+            ``tokens_per_second`` (median), ``bytes_per_param``,
             ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``edq`` (of the
             last audits), ``diverged`` (whether any seed did), ``num_seeds``,
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
@@ -74,20 +72,20 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        columns = [
-            Column("recipe", "recipe", code=True),
-            Column("val. loss", _loss_cell, right=True),
-            Column(f"minus {self.baseline}", shown_difference, right=True),
-        ]
+        columns: dict[str, str | Callable[[Row], str]] = {"recipe": "recipe"}
         for name in _OVER_SEEDS:
-            if name != "val_loss":
-                columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
-        columns += [Column("seeds", "num_seeds", right=True), Column("verdict", "verdict")]
-        shown = []
-        for entry in columns:  # a column in which no run has a value says nothing
-            if any(entry.cell(row) not in ("", "–") for row in self.rows):
-                shown.append(entry)
-        return Table(tuple(shown), list(self.rows))
+            columns[SUMMARY[name].label] = SUMMARY[name].cell
+        columns |= {
+            f"minus {self.baseline}": shown_difference,
+            "seeds": "num_seeds",
+            "verdict": "verdict",
+        }
+        rows = list(self.rows)
+        shown = {}
+        for title, cells in Table(rows, columns).columns().items():
+            if not {*cells} <= {"", "–"}:  # a column in which no run has a value says nothing
+                shown[title] = columns[title]
+        return Table(rows, shown)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
@@ -99,19 +97,10 @@ def shown_difference(row: Row) -> str:
     """Format the difference of a row with half of its interval."""
     if row["difference"] is None:
         return "–"
-    text = f"{row['difference']:+.4f}".replace("-", "\N{MINUS SIGN}")
+    text = f"{row['difference']:+.4f}"
     if row["difference_interval"] is not None:
         half = row["difference_interval"][1] - row["difference"]
         text += f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:.4f}"
-    return text
-
-
-def _loss_cell(row: Row) -> str:
-    if row["val_loss"] is None:
-        return str(row["verdict"])
-    text = f"{row['val_loss']:#.5g}"
-    if row["val_loss_std"] is not None:
-        text += f" (std {row['val_loss_std']:#.2g})"
     return text
 
 
@@ -150,24 +139,22 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         groups.setdefault(label, []).append(run)
     rows = {label: _row(label, group) for label, group in groups.items()}
     baseline = _widest(groups, rows)
+    if baseline is None:
+        return Comparison(tuple(rows.values()), None, NOTHING, 0.0)
+    base = rows[baseline]
+    loss = abs(base["val_loss"])
     for label, row in rows.items():
-        if baseline is None or label == baseline:
-            row["verdict"] = row["verdict"] or BASELINE
-            continue
         pairs = _paired_differences(groups[label], groups[baseline])
-        if pairs:
+        if row is base:
+            row["verdict"] = row["verdict"] or BASELINE
+        elif pairs:
             row["difference"], half = interval(pairs)
             if math.isfinite(half):
                 row["difference_interval"] = [row["difference"] - half, row["difference"] + half]
-        row["verdict"] = row["verdict"] or _verdict(row, abs(rows[baseline]["val_loss"]))
-    verdict = (
-        "No two recipes have finished runs of one seed on the same data, so nothing is compared."
-    )
+        row["verdict"] = row["verdict"] or _verdict(row["difference_interval"], loss)
+    verdict = NOTHING
     if any(row["difference"] is not None for row in rows.values()):
-        verdict = _cheapest(list(rows.values()), rows[str(baseline)])
-    loss = 0.0
-    if baseline is not None:
-        loss = abs(rows[baseline]["val_loss"])
+        verdict = _cheapest(list(rows.values()), base)
     return Comparison(tuple(rows.values()), baseline, verdict, ACCEPTABLE * loss)
 
 
@@ -179,46 +166,35 @@ def _loss_of(run: Run) -> float | None:
     return number((run.summary or {}).get("val_loss"))
 
 
-def _counts(run: Run) -> bool:
-    """Return whether averages may include a run."""
-    loss = _loss_of(run)
-    return loss is not None and math.isfinite(loss)
+def _counting(group: Sequence[Run]) -> list[Run]:
+    """Return the runs that averages may include."""
+    counting = []
+    for run in group:
+        loss = _loss_of(run)
+        if loss is not None and math.isfinite(loss):
+            counting.append(run)
+    return counting
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
-    ended = [run.summary or {} for run in group if run.summary is not None]
-    counting = [run.summary or {} for run in group if _counts(run)]
-    row: Row = {"recipe": label, "val_loss_std": None}
+    summaries = [run.summary or {} for run in _counting(group)]
+    row: Row = {"recipe": label}
     for name, reduce in _OVER_SEEDS.items():
-        summaries = counting
-        if name not in ("val_loss", "edq"):  # diverged runs also have a known speed and size
-            summaries = counting or ended
         values = [summary[name] for summary in summaries if summary.get(name) is not None]
         row[name] = reduce(values) if values else None
-    if len(counting) > 1:
-        row["val_loss_std"] = statistics.stdev(summary["val_loss"] for summary in counting)
-    losses = [loss for loss in map(_loss_of, group) if loss is not None]
-    row |= {
-        "diverged": not all(map(math.isfinite, losses)), "num_seeds": len(counting), "difference": None,
-        "difference_interval": None,
-    }  # fmt: skip
-    return row | {"verdict": _fault(row, counting, group)}
-
-
-def _fault(row: Row, summaries: Sequence[Row], group: Sequence[Run]) -> str:
-    """Return why a recipe is not to be used, by its own runs alone; empty if it may be."""
-    taken = sum(summary.get("steps", 0) for summary in summaries)
-    skipped = sum(summary.get("num_skipped", 0) for summary in summaries)
-    level = min(run.run.get("data", {}).get("unigram_loss", math.inf) for run in group)
+    ended = [run for run in group if _loss_of(run) is not None]
+    row["diverged"] = len(ended) > len(summaries)
+    row["num_seeds"] = len(summaries)
+    row["difference"] = None
+    row["difference_interval"] = None
+    row["verdict"] = ""
     if row["diverged"]:
-        return "diverged"
-    if not summaries:
-        return "no loss"
-    if row["edq"] is not None and row["edq"] < MIN_EDQ:
-        return "loses its updates"
-    if skipped > MAX_SKIPPED * taken:
-        return "skips steps"
-    return "no better than token frequencies" if row["val_loss"] >= level else ""
+        row["verdict"] = "diverged"
+    elif not summaries:
+        row["verdict"] = "no loss"
+    elif row["edq"] is not None and row["edq"] < MIN_EDQ:
+        row["verdict"] = "loses its updates"
+    return row
 
 
 def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str | None:
@@ -235,13 +211,13 @@ def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str
     return widest if rows[widest]["num_seeds"] else None
 
 
-def _verdict(row: Row, loss: float) -> str:
-    """Return a recipe's verdict from its difference to the baseline's loss."""
-    if row["difference_interval"] is None:
+def _verdict(limits: Sequence[float] | None, loss: float) -> str:
+    """Return a recipe's verdict from the interval of its difference to the baseline's loss."""
+    if limits is None:
         return "no interval"
-    low, high = row["difference_interval"]
+    low, high = limits
     if low > 0 and high > NEGLIGIBLE * loss:
-        return "worse by more than 1 %" if row["difference"] > ACCEPTABLE * loss else "worse"
+        return "worse"
     if high < 0 and -low > NEGLIGIBLE * loss:
         return "better"
     if high > ACCEPTABLE * loss:
@@ -251,19 +227,20 @@ def _verdict(row: Row, loss: float) -> str:
 
 def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[float]:
     """Return a recipe's losses minus the baseline's, of common seeds on the same data."""
-    base = {seed_of(run): run for run in baseline if _counts(run)}
+    base = {seed_of(run): run for run in _counting(baseline)}
     pairs = []
-    for run in filter(_counts, group):
+    for run in _counting(group):
         other = base.get(seed_of(run))
-        if other is None:
-            continue
-        data = {run.data_fingerprint, other.data_fingerprint}
-        if len(data) == 1 or "" in data:
-            pairs.append((_loss_of(run) or 0.0) - (_loss_of(other) or 0.0))
+        if other is not None:
+            prints = run.data_fingerprint, other.data_fingerprint
+            if "" in prints or prints[0] == prints[1]:
+                pairs.append((_loss_of(run) or 0.0) - (_loss_of(other) or 0.0))
     return pairs
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
+
+NOTHING = "No two recipes have finished runs of one seed on the same data, so nothing is compared."
 
 
 def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
@@ -271,16 +248,16 @@ def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
     parameter, then in time. Less than a tenth of a byte is a few norm weights, not a saving.
     """
 
-    def cost(row: Row) -> tuple[float, float]:
-        size = row["bytes_per_param"] or math.inf
-        return round(size, 1), -(row["tokens_per_second"] or 0.0)
+    def cost(row: Row) -> tuple[float, float, bool]:
+        speed = row["tokens_per_second"] or 0.0
+        return round(row["bytes_per_param"], 1), -speed, row is not baseline
 
     name = baseline["recipe"]
-    size = SUMMARY["bytes_per_param"].cell
     if baseline["verdict"] != BASELINE:
         return f"No recipe is named. {name}: {baseline['verdict']}."
+    size = SUMMARY["bytes_per_param"].cell
     fit = [row for row in rows if row["verdict"] in FIT and row["bytes_per_param"] is not None]
-    best = min([baseline, *fit], key=cost)
+    best = min(fit, key=cost, default=baseline)
     if best is baseline:
         words = f"No smaller recipe is known to be as good as {name}"
         return f"{words}: {size(baseline)} bytes per parameter."

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.sharding import fingerprints_whole_and_own
+from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
@@ -29,7 +30,7 @@ from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """Kinds of what a step stores. Every other state is of the kind ``state:NAME``."""
-Entries = dict[str, list[float]]
+Entries = dict[str, list[Any]]
 """Fingerprint, sum of squares and number of elements of each tensor, by ``KIND:NAME``."""
 
 
@@ -45,9 +46,6 @@ class Fingerprints(Listener):
         hub: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
             the plain tensors in ``optimizer.state``.
         every: steps between two records; 0 never.
-
-    Attributes:
-        is_on: whether the current step is recorded.
     """
 
     title = "the record of fingerprints"
@@ -67,7 +65,7 @@ class Fingerprints(Listener):
     def _begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``."""
         self._step = step
-        self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
+        self._is_on = self.every > 0 and (step % self.every == 0 or step == 1)
         self._num_sequences = 0
         self._first_sequence = 0
         self._entries = Entries()
@@ -79,7 +77,7 @@ class Fingerprints(Listener):
         """Record the state after ``step`` steps: of a fresh process, or from a checkpoint."""
         self._begin(0)
         self._step = step
-        self._end_row()
+        self.after_step(self.optimizer)
 
     def take(self, step: int) -> Row | None:
         """Return the newest row, if there is one, and expect the step after ``step``."""
@@ -92,19 +90,18 @@ class Fingerprints(Listener):
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Begin a micro-batch."""
-        if not self.is_on:
-            return
         self._pass.close()  # of a pass that raised
+        if not self._is_on:
+            return
         self._first_sequence = self._num_sequences
         for x in inputs:
             # The tokens are the first integer input with two dims: batch, sequence.
             if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point():
-                self._add("tokens:batch", x)
+                self._add("tokens", "batch", x)
                 self._num_sequences += len(x)
                 break
         if not is_compiled_model(self.hub.model):
-            add = lambda name, x: self._add(f"output:{name}", x)  # noqa: E731
-            self.hub.follow_outputs(self, add, self._pass)
+            self.hub.follow_outputs(self, partial(self._add, "output"), self._pass)
 
     def after_pass(self, output: Any) -> None:
         """End the micro-batch."""
@@ -113,46 +110,19 @@ class Fingerprints(Listener):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of the step, before our optimizer clips them."""
         self._pass.close()
-        if optimizer is self.optimizer and self.is_on:
+        if optimizer is self.optimizer and self._is_on:
             gradients: dict[str, Tensor] = {}
             for name, p in reversed([*self.hub.model.named_parameters()]):
                 gradient = gradient_of(p)
-                if is_plain(gradient):
+                if _is_plain(gradient):
                     gradients[f"grad:{plain_name(name)}"] = gradient
             self._record(gradients)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the weights and the states, and close the row."""
-        if optimizer is self.optimizer:
-            self._end_row()
-
-    def end(self) -> None:
-        """Record nothing more."""
-        self._pass.close()
-        self.every = 0
-        self.is_on = False
-
-    # ── one step ──────────────────────────────────────────────────────────────────────────────────
-
-    def _add(self, key: str, x: Tensor) -> None:
-        """Add a micro-batch's part of a tensor."""
-        entry = self._entries.setdefault(key, [0, 0.0, 0])
-        num_rows = max(1, x.shape[0] if x.ndim else 1)
-        place = self._first_sequence * (x.numel() // num_rows)
-        entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
-        entry[1] += _sum_of_squares(x)
-        entry[2] += x.numel()
-
-    def _record(self, named: Mapping[str, Tensor]) -> None:
-        """Record whole tensors, of which a rank may hold a part."""
-        for key, number in fingerprints_whole_and_own(named)[0].items():
-            self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
-
-    def _end_row(self) -> None:
-        """Record the stored tensors after a step, kind by kind, and make its row."""
-        if not self.is_on:
+        """Record the weights and the states kind by kind, and make the row of the step."""
+        if optimizer is not self.optimizer or not self._is_on:
             return
-        self.is_on = False
+        self._is_on = False
         by_kind: dict[str, dict[str, Tensor]] = {}
         for p, name in self._names.items():
             for kind, tensor in _stored(self.optimizer, p, self._step):
@@ -161,6 +131,28 @@ class Fingerprints(Listener):
             self._record(tensors)
         joined = _joined(self.hub.here.gather(self._entries))
         self._row = {"step": self._step, "tensors": joined}
+
+    def end(self) -> None:
+        """Record nothing more."""
+        self._pass.close()
+        self.every = 0
+        self._is_on = False
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────
+
+    def _add(self, kind: str, name: str, x: Tensor) -> None:
+        """Add a micro-batch's part of a tensor."""
+        entry = self._entries.setdefault(f"{kind}:{name}", [0, 0.0, 0])
+        num_rows = max(1, x.shape[0] if x.ndim else 1)
+        place = self._first_sequence * (x.numel() // num_rows)
+        entry[0] = combine([entry[0], fingerprint(x, offset=place)])
+        entry[1] += _sum_of_squares(x)
+        entry[2] += x.numel()
+
+    def _record(self, named: Mapping[str, Tensor]) -> None:
+        """Record whole tensors, of which a rank may hold a part."""
+        for key, number in fingerprints_whole(named).items():
+            self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
 
 
 def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -173,31 +165,32 @@ def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[
     elif step > 0:
         stored |= optimizer.state.get(p, {})
     for name, tensor in stored.items():
-        if is_plain(tensor) and (name == "weight" or tensor.ndim):
+        if _is_plain(tensor) and (name == "weight" or tensor.ndim):
             yield (name if name in KINDS else f"state:{name}"), tensor
 
 
 def _joined(of_ranks: list[Entries]) -> Entries:
-    """Return the entries of a step, with norms: batches of all ranks are one, and so are tensors that
-    are alike on all. Others are parts, or replicas that differ.
+    """Return the entries of a step, with norms. Batches of all ranks are one. Other tensors are alike
+    on all, or parts, or replicas that differ. Where ranks differ, the last field is the hash of each.
     """
     joined = Entries()
-    for entries in of_ranks:
-        joined |= entries
-    for key in joined:
+    for key in {key: None for entries in of_ranks for key in entries}:
         parts = [entries[key] for entries in of_ranks if key in entries]
         number, square, numel = parts[0]
+        hashes = [part[0] for part in parts]
         is_batch = key.startswith(("tokens:", "output:"))
-        if is_batch or any(part[0] != number for part in parts):
-            number = combine(int(part[0]) for part in parts)
+        if is_batch or len(set(hashes)) > 1:
+            number = combine(hashes)
             square = sum(part[1] for part in parts)
         if is_batch:
-            numel = sum(int(part[2]) for part in parts)
+            numel = sum(part[2] for part in parts)
         joined[key] = [number, square**0.5, numel]
+        if len(set(hashes)) > 1:
+            joined[key].append(hashes)
     return joined
 
 
-def is_plain(x: object) -> TypeGuard[Tensor]:
+def _is_plain(x: object) -> TypeGuard[Tensor]:
     """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes
     its elements.
     """

@@ -55,7 +55,7 @@ def zero_gradients(tell: Tell) -> Law:
             return None
         return step.zero if step.arrived else [""]
 
-    return _shares(tell, "zero-gradients", "zero-share", names_of)
+    return _shares(tell, "zero-gradients", names_of)
 
 
 def gradients_kept(tell: Tell) -> Law:
@@ -64,14 +64,14 @@ def gradients_kept(tell: Tell) -> Law:
     def names_of(step: Step) -> list[str] | None:
         return None if step.kept is None else [""] * bool(step.kept)
 
-    return _shares(tell, "gradients-kept", "kept-share", names_of)
+    return _shares(tell, "gradients-kept", names_of)
 
 
-def _shares(tell: Tell, kind: str, note: str, names_of: Callable[[Step], list[str] | None]) -> Law:
+def _shares(tell: Tell, kind: str, names_of: Callable[[Step], list[str] | None]) -> Law:
     """Count the steps of a run in which something is so, of the whole step ("") or of tensors.
 
-    Where all steps are so, the reading is an error. Else it is a note with the largest share:
-    policies, games and rare experts have such steps, and mean them. So do tensors without a use.
+    All steps are told from the third on, a share of them from the twentieth on: policies, games and
+    rare experts have such steps, and mean them. So do tensors without a use.
     """
     counts: Counter[str] = Counter()
     since: dict[str, int] = {}
@@ -84,28 +84,25 @@ def _shares(tell: Tell, kind: str, note: str, names_of: Callable[[Step], list[st
             counts.update(names)
             for name in names:
                 since.setdefault(name, step.step)
-        if counts[""] == total >= KINDS[kind].bound:
-            tell(kind, "", total, step=since[""])
-        elif counts and total >= 20:
+        if counts and total >= (3 if counts[""] == total else 20):
             ordered = [name for name, _ in counts.most_common()]
             first = ordered[0]
-            tell(note, ordered if first else "", counts[first] / total, 0.0, step=since[first])
+            tell(kind, ordered if first else "", counts[first] / total, 0.0, step=since[first])
 
 
 def clip_norm(tell: Tell) -> Law:
     """Read gradients that reach the step with another norm than the limit of the clip allows."""
-    slack = KINDS["clip-norm"].bound
     while True:
         step = yield
         norm = step.arrived
         limit = step.limit
         if not limit or not norm or not math.isfinite(norm) or step.skipped:
             continue
+        slack = KINDS["clip-norm"].bound * limit
         power = round(math.log2(limit / norm))
-        if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
-            tell("clipped-scaled", "", norm, limit, slack * limit)
-        elif norm > limit * (1 + slack):
-            tell("clip-norm", "", norm, limit, slack * limit)
+        is_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
+        if is_scaled or norm > limit + slack:
+            tell("clip-norm", "", norm, limit, slack)
 
 
 def ranks(tell: Tell) -> Law:
@@ -113,9 +110,9 @@ def ranks(tell: Tell) -> Law:
     while True:
         step = yield
         if step.unsummed:
-            tell("ranks-unsummed", step.unsummed, len(step.unsummed), 0)
+            tell("ranks-apart", step.unsummed, len(step.unsummed), 0)
         elif step.apart:
-            tell("ranks-apart", step.apart, len(step.apart), 0)
+            tell("ranks-apart", step.apart, len(step.apart), 0, stage="optimizer step")
 
 
 def jump(tell: Tell) -> Law:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.reading import failure_of
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
@@ -50,10 +51,10 @@ class Listener:
     def after_pass(self, output: Any) -> None:
         """Hear of a forward pass with gradients that ended."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Hear of a step that has its gradients."""
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Hear of a step that is done."""
 
     def end(self) -> None:
@@ -70,39 +71,45 @@ class Hub:
     Args:
         model: without wrappers.
         optimizers: without wrappers; the last one steps at the end.
-        called: the module whose forward pass the loop calls. ``None`` hooks no forward pass.
-        here: the ranks. All of them make all calls.
+        called: the module whose forward pass the loop calls.
+        say: shows the error that ended a listener.
 
     Attributes:
+        here: the ranks. All of them make all calls.
         listeners: called in their order.
-        say: shows the error that ended a listener.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        called: nn.Module | None = None,
-        here: Ranks | None = None,
+        optimizers: list[Optimizer],
+        called: nn.Module,
+        say: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
-        self.here = here or all_ranks()
+        self.say = say
+        self.here = all_ranks()
         self.listeners: list[Listener] = []
-        self.say: Callable[[str], object] = _warn
-        self.undo = ExitStack()
-        self._depth: Counter[torch.optim.Optimizer] = Counter()
-        if called is not None:
-            before = OwnHook(self._before_pass)
-            after = OwnHook(self._after_pass)
-            self.undo.callback(called.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self.undo.callback(called.register_forward_hook(after).remove)
+        self._undo = ExitStack()
+        self._depth: Counter[Optimizer] = Counter()
+        before = OwnHook(self._before_pass)
+        handles = [called.register_forward_pre_hook(before, with_kwargs=True)]
+        handles.append(called.register_forward_hook(OwnHook(self._after_pass)))
         # A compiler that traces the step skips the hooks.
-        enter = torch.compiler.disable(self._enter)
-        leave = torch.compiler.disable(self._leave)
+        enter = OwnHook(torch.compiler.disable(self._enter))
+        leave = OwnHook(torch.compiler.disable(self._leave))
         for optimizer in optimizers:
-            self.undo.callback(optimizer.register_step_pre_hook(OwnHook(enter)).remove)
-            self.undo.callback(optimizer.register_step_post_hook(OwnHook(leave)).remove)
+            handles.append(optimizer.register_step_pre_hook(enter))
+            handles.append(optimizer.register_step_post_hook(leave))
+        for handle in handles:
+            self._undo.callback(handle.remove)
+
+    def close(self) -> None:
+        """End all listeners, and remove every hook."""
+        while self.listeners:
+            self.listeners.pop().end()
+        self._undo.close()
 
     def guard(self, listener: Listener, call: Callable[..., object], *args: Any) -> None:
         """Call a method of a listener. An error ends the listener instead of the loop."""
@@ -131,33 +138,30 @@ class Hub:
         if torch.is_grad_enabled() and _is_eager():
             self._tell("after_pass", output)
 
-    def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin a step: at once, or after the first call of the closure that computes its gradients."""
         self._depth[optimizer] += 1
         if self._depth[optimizer] > 1:
             return None
-        if not any(map(callable, [*args, *kwargs.values()])):
-            return self._tell("before_step", optimizer)
         waiting = [optimizer]
-        wrapped = partial(self._wrapped, waiting)
-        return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in kwargs.items()}
 
-    def _wrapped(self, waiting: list[torch.optim.Optimizer], closure: Any) -> Any:
-        """Return a closure that begins the step of the optimizer that waits for it."""
-        if not callable(closure):
-            return closure
+        def wrapped(closure: Any) -> Any:
+            return partial(self._call, waiting, closure) if callable(closure) else closure
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            depth = Counter(self._depth)
-            loss = closure(*args, **kwargs)
-            self._depth = depth
-            while waiting:
-                self._tell("before_step", waiting.pop())
-            return loss
+        if any(map(callable, [*args, *kwargs.values()])):
+            return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in kwargs.items()}
+        return self._tell("before_step", optimizer)
 
-        return call
+    def _call(self, waiting: list[Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a closure, whose forward pass forgets no step, and begin the step that waits for it."""
+        depth = Counter(self._depth)
+        loss = closure(*args, **kwargs)
+        self._depth = depth
+        while waiting:
+            self._tell("before_step", waiting.pop())
+        return loss
 
-    def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth[optimizer] -= 1
         if self._depth[optimizer] <= 0:
             self._depth[optimizer] = 0
@@ -176,31 +180,19 @@ class Hub:
         Args:
             names: of the modules; without names, those with parameters of their own.
         """
-        for name, module in self.model.named_modules():
-            if names and name not in names:
-                continue
-            if next(module.parameters(recurse=bool(names)), None) is not None:
-                hook = OwnHook(partial(self._see_output, listener, see, plain_name(name)))
-                stack.callback(module.register_forward_hook(hook).remove)
 
-    def _see_output(
-        self,
-        listener: Listener,
-        see: Callable[[str, Tensor], object],
-        name: str,
-        module: nn.Module,
-        args: Any,
-        output: Any,
-    ) -> None:
-        if isinstance(output, (tuple, list)) and output:
-            output = output[0]
-        if type(output) is Tensor and output.is_floating_point() and _is_eager():
-            self.guard(listener, see, name, output.detach())
+        def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, (tuple, list)) and output:
+                output = output[0]
+            if type(output) is Tensor and output.is_floating_point() and _is_eager():
+                self.guard(listener, see, name, output.detach())
+
+        for name, module in self.model.named_modules():
+            has_parameters = next(module.parameters(recurse=bool(names)), None) is not None
+            if has_parameters and (name in names or not names):
+                seen = OwnHook(partial(hook, plain_name(name)))
+                stack.callback(module.register_forward_hook(seen).remove)
 
 
 def _is_eager() -> bool:
     return not torch.compiler.is_compiling() and not is_transformed()
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, RunNotice, stacklevel=5)

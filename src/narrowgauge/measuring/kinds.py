@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 from narrowgauge.spec.toml import load_data
 
 SEVERITIES = ("error", "warning", "note")
@@ -31,7 +31,8 @@ class Kind:
         text: the sentence of the kind. Its holes are ``value``, ``expected`` and ``bound``.
         source: source of the bound.
         severity: one of :data:`SEVERITIES`.
-        over: ``"run"`` for a count over the run, of which the newest reading counts.
+        over: ``"run"`` for a count over the run, of which the newest reading counts; ``"share"`` for a
+            share of its steps, which is a note below 1 and of single tensors.
     """
 
     name: str
@@ -52,8 +53,5 @@ KINDS: dict[str, Kind] = {
 
 def kind_table() -> Table:
     """Return the table that ``narrowgauge show checks`` prints."""
-    columns = (
-        *name_columns(reading="name"), *text_columns(measured_by="by"), *number_columns(bound="bound"),
-        *text_columns(value="value"),
-    )  # fmt: skip
-    return Table(columns, [asdict(kind) for kind in KINDS.values()])
+    shown = {"reading": "name", "measured by": "by", "bound": "bound", "value": "value"}
+    return Table([asdict(kind) for kind in KINDS.values()], shown)

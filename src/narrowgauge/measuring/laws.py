@@ -18,7 +18,7 @@ from narrowgauge.measuring.step import Law, Step, Tell
 TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[Tell], Law], ...] = (
-    gradient_laws.nonfinite, update_laws.lost_updates, update_laws.drift, loss_laws.skipped,
+    gradient_laws.nonfinite, update_laws.lost_updates, loss_laws.skipped,
     loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
     gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.loss_spikes,
     loss_laws.gradient_spikes, loss_laws.throughput, loss_laws.idle_device, update_laws.sampled,

@@ -8,7 +8,9 @@ log-probabilities −w target: p are the probabilities, w is the weight of the r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
 from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.tables import Table, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 from narrowgauge.torch_support.put_back import put_back
 from narrowgauge.torch_support.torch_names import graph_nodes
 
@@ -27,22 +30,19 @@ _BLOCK = 2**24
 _SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its row's token that are tried; the first of equals counts."""
 _MOST = 0.9
-"""Share of the labels that settles a shift."""
-_COLUMNS = (
-    *text_columns(learns="learns"),
-    *number_columns(
-        rows="rows", learn="learned", weights_sum_to="weight_sum", padding_learns="padding_learned"
-    ),
-    *text_columns(softmax="function", format="dtype"),
-)
+"""Share of the rows that settles what they learn."""
+_LEAST = 2.0**-14
+"""Sum of a row's gradient over its absolute sum, where float32 alone rounds."""
+_SHOWN = {
+    "learns": "learns", "rows": "rows", "learn": "learned", "weights sum to": "weight_sum", "padding learns": "padding_learned",
+    "softmax": "function", "format": "dtype",
+}  # fmt: skip
 
 
 class Lesson(Readings):
     """Hold what a loss teaches; ``taught`` is a flat dict of the facts."""
 
-    def __init__(self, taught: dict[str, Any], readings: list[Reading], lines: list[str]) -> None:
-        super().__init__(readings, lines)
-        self.taught = taught
+    taught: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """Return readings and facts as values for JSON."""
@@ -96,13 +96,23 @@ def teaches(
         else:
             backward(model, batch)
     softmaxes = [softmax for softmax in trace.softmaxes if softmax.learned is not None]
-    most = max((softmax.classes for softmax in softmaxes), default=0)
-    softmaxes = [softmax for softmax in softmaxes if softmax.classes == most]
+    lesson = Lesson()
+    lesson.taught = {}
     if not softmaxes:
         words = "no gradient reached a cross_entropy or log_softmax of logits"
-        return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
-    facts = _facts(softmaxes, _padding_of(model))
-    return Lesson(facts, _readings(facts), Table(_COLUMNS, [facts]).plain().splitlines())
+        lesson.lines.append(f"what the loss teaches is not read: {words}")
+        return lesson
+    most = max(softmax.classes for softmax in softmaxes)
+    softmaxes = [softmax for softmax in softmaxes if softmax.classes == most]
+    lesson.taught = facts = _facts(softmaxes, _padding_of(model))
+    lesson.readings = list(_readings(facts))
+    lesson.lines = Table([facts], _SHOWN).plain().splitlines()
+    if facts["excess"]:
+        lesson.lines.append(
+            f"The gradient on a row of logits sums to {facts['excess']:.2g} of its size, not to 0: "
+            "not the softmax alone gives it."
+        )
+    return lesson
 
 
 # ── the softmaxes of a step ───────────────────────────────────────────────────────────────────────
@@ -117,9 +127,11 @@ class _Softmax:
         ids: of the embedding with as many rows as there are classes, ``[sequences, columns]``.
 
     Attributes:
-        learned: a row for each row of logits: weight w, label (the largest entry of the target),
-            whether the target is one label, possibly smoothed, and whether a gradient reached it.
-            ``None`` before the backward pass.
+        learned: a row for each row of logits: weight w, label (the largest entry of the target), its
+            size (0 if no gradient reached it), and whether the target is one label, possibly
+            smoothed. ``None`` before the backward pass.
+        excess: sum of the gradient on a row of logits over its absolute sum, where it is beyond
+            roundings.
     """
 
     name: str
@@ -127,19 +139,14 @@ class _Softmax:
     dtype: torch.dtype
     ids: Tensor | None
     learned: Any = None
+    excess: float = 0.0
 
 
 def _learned(target: Tensor) -> Tensor:
-    """Return weight, label, form and presence of rows w · target."""
+    """Return weight, label, its size and form of rows w · target."""
     weight = target.sum(-1)
-    label = target.abs().argmax(-1, keepdim=True)
-    top = target.gather(-1, label)
-    smooth = (weight[:, None] - top) / max(target.shape[1] - 1, 1)
-    beside = (target - smooth).scatter(-1, label, 0.0).norm(dim=-1)
-    size = top[:, 0].abs()
-    has_one_sign = target.amin(-1) * target.amax(-1) >= -1e-9 * size.square()
-    is_label = (beside <= 1e-2 * size) & has_one_sign
-    return torch.stack([weight, label[:, 0], is_label, size > 0], 1)
+    size, label = target.abs().max(-1)
+    return torch.stack([weight, label, size, size > weight.abs() / 2], 1)
 
 
 class _Trace(TorchFunctionMode):
@@ -155,14 +162,15 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        self._is_backward |= func is Tensor.backward
+        is_outermost = func is Tensor.backward
+        self._is_backward |= is_outermost
         try:
             result = func(*args, **kwargs)
         finally:
-            self._is_backward &= func is not Tensor.backward
+            self._is_backward &= not is_outermost
         if self._is_backward or not torch.is_grad_enabled():
             return result
+        name = getattr(func, "__name__", "")
         if name == "embedding" and args[0].ndim:
             ids = args[0].detach()
             self._ids[len(args[1])] = ids.reshape(-1, ids.shape[-1]).cpu()
@@ -173,7 +181,8 @@ class _Trace(TorchFunctionMode):
         return result
 
     def _note(self, name: str, logits: Tensor, dim: Any, result: Tensor) -> None:
-        if type(logits) is not Tensor:
+        nodes = [node for node in graph_nodes(result) if node.name() == "LogSoftmaxBackward0"]
+        if not nodes or type(logits) is not Tensor:
             return  # of shards nothing is read
         classes = logits.shape[dim]
         softmax = _Softmax(name, classes, result.dtype, self._ids.get(classes))
@@ -184,11 +193,16 @@ class _Trace(TorchFunctionMode):
                 blocks = rows.split(max(1, _BLOCK // classes))
                 softmax.learned = torch.cat([_learned(x.double()) for x in blocks]).cpu()
 
-        for node in graph_nodes(result):
-            if node.name() == "LogSoftmaxBackward0":
-                self.softmaxes.append(softmax)
-                node.register_prehook(read)
-                return
+        def read_sums(gradient: Tensor) -> None:
+            sums = gradient.sum(dim, dtype=torch.float64).abs()
+            sizes = gradient.norm(1, dim, dtype=torch.float64).clamp(min=1e-300)
+            excess = float((sums / sizes).max())
+            if excess > max(_LEAST, 4 * unit_of(gradient.dtype)):
+                softmax.excess = excess
+
+        self.softmaxes.append(softmax)
+        nodes[0].register_prehook(read)
+        logits.register_hook(read_sums)
 
 
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────
@@ -197,27 +211,27 @@ class _Trace(TorchFunctionMode):
 def _facts(softmaxes: list[_Softmax], padding: Any) -> dict[str, Any]:
     """Return how many rows learn, which token, with which weights, and in which format."""
     learned = torch.cat([softmax.learned for softmax in softmaxes])
-    weights = learned[learned[:, 3] > 0, 0]
+    weight, label, size, is_label = learned.T
     narrowest = min(softmaxes, key=lambda softmax: softmax.dtype.itemsize)
-    is_padding = (learned[:, 1] == padding) & (learned[:, 2:] > 0).all(1)
     facts = {
-        "rows": len(learned), "learned": len(weights), "weight_sum": float(weights.sum()),
-        "learns": "a label", "shift": None, "padding": padding, "padding_learned": int(is_padding.sum()),
+        "rows": len(learned), "learned": int((size > 0).sum()), "weight_sum": float(weight.sum()),
+        "learns": "a distribution", "shift": None, "padding": padding, "padding_learned": 0,
         "function": softmaxes[0].name, "dtype": dtype_name(narrowest.dtype), "sequences": 0,
+        "excess": max(softmax.excess for softmax in softmaxes),
     }  # fmt: skip
-    if padding is None:
-        facts["padding_learned"] = 0
-    if float(learned[:, 2].sum()) < _MOST * len(weights):
-        return facts | {"learns": "a distribution"}
-    passes: dict[int, list[_Softmax]] = {}
-    for softmax in softmaxes:  # chunks of the logits of one pass have its tokens
-        passes.setdefault(id(softmax.ids), []).append(softmax)
+    if padding is not None:
+        facts["padding_learned"] = int(((label == padding) & (is_label > 0)).sum())
+    if float(is_label.sum()) < _MOST * facts["learned"]:
+        return facts
+    facts["learns"] = "a label"
     shifts = set()
-    for members in passes.values():
-        ids = members[0].ids
+    # Chunks of the logits of one pass have its tokens.
+    for _, members in groupby(softmaxes, key=lambda softmax: id(softmax.ids)):
+        chunks = list(members)
+        ids = chunks[0].ids
         if ids is not None:
             facts["sequences"] += len(ids)
-        shifts.add(_shift(torch.cat([softmax.learned for softmax in members]), ids))
+        shifts.add(_shift(torch.cat([chunk.learned for chunk in chunks]), ids))
     if len(shifts) == 1 and None not in shifts:
         (facts["shift"],) = shifts
         facts["learns"] = f"token t{facts['shift']:+d}"
@@ -226,14 +240,16 @@ def _facts(softmaxes: list[_Softmax], padding: Any) -> dict[str, Any]:
 
 def _shift(learned: Tensor, ids: Tensor | None) -> int | None:
     """Return the distance that most labels have from their rows' tokens; ``None`` without one."""
-    columns, rest = divmod(len(learned), 1 if ids is None else len(ids))
-    if ids is None or rest or not 1 < columns <= ids.shape[1]:
+    if ids is None:
+        return None
+    columns, rest = divmod(len(learned), len(ids))
+    if rest or not 1 < columns <= ids.shape[1]:
         return None
     padded = nn.functional.pad(ids, (1, 3), value=-1)
-    is_live = learned[:, 3] > 0
+    _, label, size, _ = learned.T
     for shift in _SHIFTS:
         expected = padded[:, 1 + shift : 1 + shift + columns].flatten()
-        if float((expected == learned[:, 1])[is_live].double().mean()) >= _MOST:
+        if float((expected == label)[size > 0].double().mean()) >= _MOST:
             return shift
     return None
 
@@ -248,15 +264,12 @@ def _padding_of(model: nn.Module) -> Any:
     return None
 
 
-def _readings(facts: dict[str, Any]) -> list[Reading]:
-    readings = []
+def _readings(facts: dict[str, Any]) -> Iterator[Reading]:
     shift = facts["shift"]
     # The first padding token of a sequence may be the end of its text.
-    if shift is not None and facts["padding_learned"] > facts["sequences"]:
-        readings.append(measured("wrong-labels", "", facts["padding_learned"], 0))
     if shift is not None and shift > 1:
-        readings.append(measured("wrong-shift", "", shift, 1))
+        yield measured("wrong-labels", "", facts["learned"], 0)
+    elif shift is not None and facts["padding_learned"] > facts["sequences"]:
+        yield measured("wrong-labels", "", facts["padding_learned"], 0)
     if facts["dtype"] in ("bfloat16", "float16"):
-        unit = torch.finfo(getattr(torch, facts["dtype"])).eps / 2
-        readings.append(measured("narrow-softmax", "", unit, 0))
-    return readings
+        yield measured("narrow-softmax", "", unit_of(getattr(torch, facts["dtype"])), 0)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer as AnyOptimizer
 
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
@@ -27,8 +28,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 from narrowgauge.torch_support.torch_names import plain_name
 
-_ULPS = 4
-"""Largest change of a frozen element that rounding explains."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -47,9 +46,7 @@ class Meter(Listener):
         number: steps that are done.
         names: of all parameters.
         unseen: what is not measured, with the reason.
-        share: of the update, that was stored in the last sample; ``None`` before the first.
         last: the newest row.
-        is_broken: after an error of ours nothing more is measured.
     """
 
     title = "the watch"
@@ -59,9 +56,8 @@ class Meter(Listener):
         self.limit = limit
         self._listen = listen
         self.unseen: dict[str, str] = {}
-        self.share: float | None = None
         self.last: Row = {}
-        self.is_broken = False
+        self._is_broken = False
         self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
@@ -83,20 +79,27 @@ class Meter(Listener):
         """Name the parameters of the model, and of the optimizers: masters as what they stand for."""
         set_up = SetUp(self.hub.model, self.hub.optimizers)
         self.names = {p: name for name, p in set_up.parameters.items()}
-        self.names |= {p.parameter: p.name for p in set_up.stepped}
+        self._masters: dict[Tensor, Tensor] = {}
+        members = {*members_of(*self.hub.optimizers)}
+        for stepped in set_up.stepped:
+            weight = set_up.parameters.get(stepped.name)
+            self.names[stepped.parameter] = stepped.name
+            # A vector of ones may equal another model's.
+            if weight is not None and weight not in members and weight.ndim > 1:
+                self._masters[weight] = stepped.parameter
 
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""
         self.number = step
-        self._frozen: dict[Tensor, Tensor] = {}
+        self._first: dict[Tensor, Tensor] = {}  # samples of weights that have masters
         self._seen: Tensor | None = None  # the gradient of the probe in the last step
         self._begin()
 
     def _begin(self) -> None:
         self.restart_clock()
         self._numbers = Numbers()
-        self._samples: dict[torch.optim.Optimizer, list[Sample]] = {}
-        self._stepped: set[torch.optim.Optimizer] = set()
+        self._samples: dict[AnyOptimizer, list[Sample]] = {}
+        self._stepped: set[AnyOptimizer] = set()
         self._missing: set[str] = set()
         self._outputs: dict[str, Tensor] = {}
         self._row: Row = {}
@@ -105,7 +108,7 @@ class Meter(Listener):
 
     def _version_of_weights(self) -> int:
         """Return a number that every step of any optimizer increases."""
-        return sum(p._version for p in self.names)
+        return sum([p._version for p in self.names])
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -117,14 +120,14 @@ class Meter(Listener):
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
         """Call a part of the meter. After an error nothing more is measured, and the loop goes on."""
-        if self.is_broken:
+        if self._is_broken:
             return
         try:
             call(*args)
         except Exception as error:
             if isinstance(error, UserWarning):
                 raise
-            self.is_broken = True
+            self._is_broken = True
             self.hub.say(failure_of(self.title, error))
 
     # ── whether gradients were cleared ────────────────────────────────────────────────────────────
@@ -138,7 +141,7 @@ class Meter(Listener):
         for p in members_of(*self.hub.optimizers):
             if p.requires_grad and p.is_leaf and not is_sharded(p) and p.numel():
                 probes.append(p)
-        self._probe = min(probes, key=lambda p: p.numel(), default=None)
+        self._probe = min(probes, key=torch.numel, default=None)
         if self._probe is None:
             self.unseen["gradients that were not cleared"] = "parameters are sharded"
             return
@@ -168,47 +171,49 @@ class Meter(Listener):
         if torch.is_grad_enabled() and x.element_size() > 1:
             self._outputs[name] = x.sum(dtype=torch.float32) + self._outputs.get(name, 0.0)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that has its gradients."""
         if self.has_stepped and optimizer in self._stepped:
             self.end_step({})
         self._guard(self._before, optimizer)
 
-    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before(self, optimizer: AnyOptimizer) -> None:
         if not self.names.keys() >= {*members_of(optimizer)}:
             self._name_all()
         gradients = self._take_gradients(optimizer)
         self._take_outputs()
         self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
         if optimizer is self.hub.optimizers[0]:
-            self._take_frozen()
+            self._take_masters()
         if self._ranks is not None:
             self._ranks.add_gradients(gradients)
 
-    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    def _take_gradients(self, optimizer: AnyOptimizer) -> dict[Tensor, Tensor]:
         """Take the norm of each gradient, in the order of a backward pass, and return all of them."""
         by_parameter: dict[Tensor, Tensor] = {}
-        parts = {}
-        for p in dict.fromkeys(members_of(optimizer)):
+        parts: dict[str, Tensor] = {}
+        for p in dict.fromkeys(reversed(members_of(optimizer))):
             gradient = gradient_of(p)  # all ranks ask in one order
-            if gradient is not None:
-                by_parameter[p] = gradient
-                part = local_of(gradient)
-                parts[self.names[p]] = part.coalesce().values() if part.is_sparse else part
-            elif p.requires_grad:
-                self._missing.add(self.names[p])
-        names = [name for name in reversed(parts) if parts[name].numel()]
-        if names:
-            norms = norms_of([*map(parts.__getitem__, names)])
+            if gradient is None:
+                if p.requires_grad:
+                    self._missing.add(self.names[p])
+                continue
+            by_parameter[p] = gradient
+            part = local_of(gradient)
+            part = part.coalesce().values() if part.is_sparse else part
+            if part.numel():
+                parts[self.names[p]] = part
+        if parts:
+            norms = norms_of([*parts.values()])
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
-            self._numbers.set("norm", names, norms if scale is None else norms / scale)
+            self._numbers.set("norm", parts, norms if scale is None else norms / scale)
         return by_parameter
 
     def _take_outputs(self) -> None:
         if not self._outputs:
             return
         sums = torch.stack([*self._outputs.values()])
-        self._numbers.set("output", [*self._outputs], sums)
+        self._numbers.set("output", self._outputs, sums)
         self._outputs = {}
         if sums.device.type == "cpu" and not bool(sums.isfinite().all()):
             for p, name in self.names.items():
@@ -216,21 +221,13 @@ class Meter(Listener):
                     self._row["bad_weight"] = name
                     break
 
-    def _take_frozen(self) -> None:
-        """Look for frozen tensors that change by a few roundings."""
-        frozen = []
-        for p in self.names:
-            if not p.requires_grad and p.is_floating_point() and local_of(p).numel():
-                frozen.append(p)
-        for p in in_turn(frozen, self.number):
-            now = take(p)
-            before = self._frozen.get(p)
-            self._frozen[p] = now
-            if before is not None:
-                ulp = (before.abs() * torch.finfo(p.dtype).eps).clamp_min(1e-30)
-                ulps = (now - before).abs() / ulp
-                drifts = (ulps <= _ULPS).all() & (ulps > 0).any()
-                self._numbers.set("drift", [self.names[p]], drifts)
+    def _take_masters(self) -> None:
+        """Look for weights that stand still while their master moves beyond their rounding."""
+        for weight, master in in_turn([*self._masters.items()], self.number):
+            now = take(weight)
+            has_stood = (now == self._first.setdefault(weight, now)).all()
+            is_behind = (now != take(master).to(now.dtype)).any()
+            self._numbers.set("behind", [self.names[weight]], has_stood & is_behind)
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────
 
@@ -239,20 +236,18 @@ class Meter(Listener):
         """Return whether a step was taken that is not told yet."""
         return self.hub.optimizers[-1] in self._stepped
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that is done."""
-        had_stepped = self.has_stepped
         self._guard(self._after, optimizer)
         self._stepped.add(optimizer)
-        if self.has_stepped:
+        if optimizer is self.hub.optimizers[-1]:
             if self._ranks is not None and self._ranks.whole:
                 self._guard(self._ranks.take_weights)
-                for what, flags in self._ranks.compare(self.is_broken, self.number).items():
-                    self._numbers.set(what, [*self._ranks.whole], flags)
-            if not had_stepped:
-                self._numbers.send()
+                for what, flags in self._ranks.compare(self._is_broken, self.number).items():
+                    self._numbers.set(what, self._ranks.whole, flags)
+            self._numbers.send()
 
-    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after(self, optimizer: AnyOptimizer) -> None:
         control = getattr(optimizer, "last_control", None)
         overflow = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer):
@@ -267,8 +262,9 @@ class Meter(Listener):
                 self._numbers.set(what, names, values)
         if optimizer is self.hub.optimizers[-1]:
             rate = optimizer.param_groups[0].get("lr")
-            if rate is not None:
-                self._row["lr"] = float(rate)  # a schedule may step before the step is told
+            self._row["lr"] = (
+                None if rate is None else float(rate)
+            )  # a schedule may step before the row
             self._seen = self._gradient_of_probe()
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)
@@ -278,42 +274,42 @@ class Meter(Listener):
     def end_step(self, told: Row) -> None:
         """End a step, and give its row to the listener. What the loop tells comes first."""
         self.number += 1
-        row: Row = {"step": self.number, "seconds": time.perf_counter() - self._began, **self._row}
-        row["limit"] = self.limit
+        row: Row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
         if self.has_stepped:
             self._guard(lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped and self._version == self._version_of_weights():
             row["skipped"] = True  # or the row is of a micro-batch
-        row |= {**told, "step": self.number}
+        row = {"step": self.number} | row | told | {"step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
         self._listen(self.last)
 
-    def _measured(self, read: dict[str, dict[str, float]]) -> Row:
-        empty: dict[str, float] = {}
-        norms = read.get("norm", empty)
-        outputs = read.get("output", empty)
-        control = read.get("control", empty)
-        sizes = {name: shortened(x) for name, x in read.get("size", empty).items() if x == x}
+    def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
+        norms = read["norm"]
+        control = read["control"]
+        sizes = read["size"]
+        stored = dict.fromkeys(_true(read["behind"]), 0.0)
+        for name, meant in read["meant"].items():
+            if 0 < meant < math.inf:
+                stored.setdefault(name, shortened(read["stored"][name] / meant))
         row: Row = {
             "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
-            "bad": [name for name in norms if not math.isfinite(norms[name])],
-            "bad_output": next((name for name in outputs if not math.isfinite(outputs[name])), ""),
-            "stored": self._shares(read.get("meant", empty), read.get("stored", empty)),
+            "bad": _not_finite(norms),
+            "bad_output": "".join(_not_finite(read["output"])[:1]),
+            "stored": stored,
+            "apart": _true(read["apart"]),
+            "unsummed": _true(read["unsummed"]),
+            "kept": read["kept"].get(""),
         }
+        if sizes:
+            row["largest_in"] = max(sizes, key=sizes.__getitem__)
+            row["largest"] = shortened(sizes[row["largest_in"]])
         with_gradient = {*_true(norms)}
         if with_gradient:
             row["zero"] = sorted((self._missing | {*norms}) - with_gradient)
         if self._is_whole:
             row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
-        if sizes:
-            row["largest_in"] = max(sizes, key=sizes.__getitem__)
-            row["largest"] = sizes[row["largest_in"]]
-        if "kept" in read:
-            row["kept"] = bool(read["kept"][""])
-        for what in ("drift", "apart", "unsummed"):
-            row[what] = _true(read.get(what, empty))
         return row
 
     def _largest_rate(self) -> float:
@@ -321,17 +317,6 @@ class Meter(Listener):
         for optimizer in self.hub.optimizers:
             rates += [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
         return max(rates)
-
-    def _shares(self, meant: dict[str, float], stored: dict[str, float]) -> dict[str, float]:
-        """Return the share of each tensor's update that was stored, and keep that of all."""
-        shares = {}
-        for name, x in meant.items():
-            if 0 < x < math.inf:
-                shares[name] = shortened(stored[name] / x)
-        if shares:
-            total = sum(map(stored.__getitem__, shares))
-            self.share = total / sum(map(meant.__getitem__, shares))
-        return shares
 
 
 def _is_block(name: str) -> bool:
@@ -341,5 +326,9 @@ def _is_block(name: str) -> bool:
     return bool(name) and (not numbers or (len(numbers) == 1 and len(parts) - numbers[0] <= 2))
 
 
-def _true(flags: dict[str, float]) -> list[str]:
+def _true(flags: Mapping[str, float]) -> list[str]:
     return [name for name, x in flags.items() if x]
+
+
+def _not_finite(values: Mapping[str, float]) -> list[str]:
+    return [name for name, x in values.items() if not math.isfinite(x)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,27 +15,28 @@ class Numbers:
     """Hold the numbers of a step by name, on their device, and bring them to the host in one vector."""
 
     def __init__(self) -> None:
-        self._parts: dict[torch.device, list[Any]] = {}
-        self._copies: list[tuple[list[Any], HostCopy]] = []
+        self._parts: list[tuple[str, list[str], Tensor]] = []
+        self._copy: HostCopy | None = None
 
-    def set(self, what: str, names: Sequence[str], values: Tensor) -> None:
+    def set(self, what: str, names: Iterable[str], values: Tensor) -> None:
         """Add one number a name; a later one replaces it."""
-        values = values.detach().reshape(-1).float()
-        self._parts.setdefault(values.device, []).append((what, [*names], values))
+        self._parts.append((what, [*names], values.detach().reshape(-1).float()))
 
     def send(self) -> None:
-        """Start the copies to the host."""
-        for parts in self._parts.values():
-            self._copies.append((parts, HostCopy(torch.cat([values for *_, values in parts]))))
+        """Start the copy to the host."""
+        if self._parts:
+            device = self._parts[0][-1].device
+            vectors = [values.to(device, non_blocking=True) for *_, values in self._parts]
+            self._copy = HostCopy(torch.cat(vectors))
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Return the numbers by what they are and their name. Wait for the copies alone."""
-        read: dict[str, dict[str, float]] = {}
-        for parts, copied in self._copies:
-            values = iter(copied.cpu().tolist())
-            for what, names, _ in parts:
+        """Return the numbers by what they are and their name. Wait for the copy alone."""
+        read: dict[str, dict[str, float]] = defaultdict(dict)
+        if self._copy is not None:
+            values = iter(self._copy.cpu().tolist())
+            for what, names, _ in self._parts:
                 # Names first: zip stops there, and takes no value too many.
-                read.setdefault(what, {}).update(zip(names, values, strict=False))
+                read[what].update(zip(names, values, strict=False))
         return read
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.beside import is_float
 from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.units import FINEST, unit_of
 
 Outputs = dict[str, list[Tensor]]
 """The float tensors at each place, in the order of the calls."""
@@ -31,9 +32,9 @@ class Recording:
         wide: the shadows of the pass, if it has any.
 
     Attributes:
-        outputs, shadows: of each place; later calls of a module are places of their own.
-        unfollowed: places whose shadows are unknown.
-        draws: whether the pass drew random numbers.
+        outputs: of each place; later calls of a module are places of their own.
+        shadows: of the places whose shadows are known.
+        values: what the model returns.
     """
 
     def __init__(self, forced: Outputs, wide: Wide | None) -> None:
@@ -41,8 +42,7 @@ class Recording:
         self.wide = wide
         self.outputs = Outputs()
         self.shadows = Outputs()
-        self.unfollowed = set[str]()
-        self.draws = False
+        self.values: Any = None
         self._names = dict[nn.Module, str]()
         self._calls = Counter[str]()
 
@@ -50,12 +50,12 @@ class Recording:
         if module not in self._names:
             for name, member in module.named_modules():
                 self._names.setdefault(member, name_without_adapters(name) or "the model")
-        return self._keep(f"{self._names[module]}, input", args)
+        return self._record(f"{self._names[module]}, input", args)
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        return self._keep(self._names[module], result)
+        return self._record(self._names[module], result)
 
-    def _keep(self, place: str, values: Any) -> Any:
+    def _record(self, place: str, values: Any) -> Any:
         leaves, spec = tree_flatten(values)
         indices = [k for k, x in enumerate(leaves) if is_float(x)]
         # A merged layer is like an adapted one only as a whole.
@@ -66,29 +66,34 @@ class Recording:
             place = f"{place}, call {self._calls[place]}"
         tensors = [leaves[k].detach() for k in indices]
         self.outputs[place] = [x.clone() for x in tensors]
-        if self.wide is not None:
+        if self.wide is not None and all(map(self.wide.follows, tensors)):
             self.shadows[place] = [self.wide.of(x).clone() for x in tensors]
-            if not all(map(self.wide.follows, tensors)):
-                self.unfollowed.add(place)
         if place not in self.forced:
             return values
         for k, x in zip(indices, self.forced[place], strict=True):
             leaves[k] = x.to(leaves[k].dtype, copy=True)
         return tree_unflatten(leaves, spec)
 
+    def shapes(self) -> dict[str, list[torch.Size]]:
+        """Return the shapes at each place."""
+        return {place: [x.shape for x in tensors] for place, tensors in self.outputs.items()}
 
-def are_alike(first: Outputs, second: Outputs, place: str) -> bool:
-    """Return whether two passes have tensors of the same shapes at a place."""
-    return [x.shape for x in first[place]] == [x.shape for x in second.get(place, [])]
+    def unit(self) -> float:
+        """Return the unit roundoff of the coarsest output."""
+        return max(map(unit_at, self.outputs.values()), default=FINEST)
 
 
-def distance(first: Outputs, second: Outputs, place: str) -> float:
-    """Return the largest distance of a row at a place of two passes, relative to its length.
+def unit_at(tensors: list[Tensor]) -> float:
+    """Return the unit roundoff of the coarsest of some tensors."""
+    return max(unit_of(x.dtype) for x in tensors)
 
-    Of small rows, take a thousandth of the mean length.
+
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
+    """Return the largest distance of a row of some tensors from those of another pass, relative to
+    its length. Of small rows, take a thousandth of the mean length.
     """
     largest = 0.0
-    for x, y in zip(first[place], second[place], strict=True):
+    for x, y in zip(first, second, strict=True):
         if x.numel():
             off = torch.where(x == y, 0.0, y.double() - x.double()).nan_to_num(nan=math.inf)
             row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)

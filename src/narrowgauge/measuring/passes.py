@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients
 from narrowgauge.optim.optimizer import Optimizer
@@ -53,19 +52,6 @@ class Pass(NamedTuple):
     changed: list[str]
 
 
-@dataclass
-class Findings:
-    """What a check has found so far: readings, printed lines, and what was not looked at."""
-
-    readings: list[Reading] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    unseen: dict[str, str] = field(default_factory=dict)
-
-    def add(self, what: str, tensors: Any, value: float, *limits: float) -> None:
-        """Add a reading, with its expected value, 0 if left out, and its bound."""
-        self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
-
-
 class Alone:
     """Refuse what waits for other ranks, in a pass that each process makes for itself."""
 
@@ -74,7 +60,7 @@ class Alone:
             name = op.name.strip("_")
             raise ArithmeticError(f"the loss calls {name} over ranks, and one process computes it")
 
-    def after(self, op: Any) -> None:
+    def after(self, op: Any, note: Any) -> None:
         return
 
 
@@ -105,7 +91,7 @@ class Constants(TorchFunctionMode):
 
 def _is_in_autograd_function() -> bool:
     """Return whether the forward pass of an autograd function runs: it is followed by its backward."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe()
     file = torch.autograd.function.__file__
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back
@@ -169,30 +155,28 @@ class Passes:
             has_constants: what is detached is a constant for the shadow.
         """
         changed: list[str] = []
+        gradients: Gradients = {}
+        shadows: Gradients = {}
+        value = math.nan
         with ExitStack() as undo:
-            undo.enter_context(put_back(self.model, self.leaves.values(), self.optimizers))
+            undo.enter_context(put_back(self.model, self.leaves.values()))
+            undo.enter_context(_weights_put_back(self.leaves, changed))
             undo.enter_context(_scalers_put_back())
-            undo.callback(_put_back_weights, self.leaves, _copies(self.leaves), changed)
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
             self.model.train(self.is_training)
-            if not self.is_training:  # of a step that begins with train()
-                vars(self.model)["train"] = lambda mode=True: self.model
             before = generators()
             undo.enter_context(Beside(wide, *policies))
             with Constants(wide) if has_constants else nullcontext():
                 loss = call()
-            gradients: Gradients = {}
             for name, gradient in named_gradients(self.leaves).items():
                 gradients[name] = gradient.detach().clone()
                 if gradient.is_sparse:
                     gradients[name] = gradient.detach().to_dense()
             draws = wide.draws or generators() != before
-        shadows: Gradients = {}
         for name, gradient in gradients.items():
             if wide.follows(gradient) and not is_sharded(gradient):
                 shadows[name] = wide.of(gradient)
-        value = math.nan
         if isinstance(loss, Tensor) and loss.numel() == 1 and wide.follows(loss):
             value = float(wide.of(loss.detach()))
         return Pass(gradients, shadows, loss, value, wide, draws, changed)
@@ -209,38 +193,33 @@ def inner_name(name: str) -> str:
     return torch_names.plain_name(name).removeprefix("module.")
 
 
-def _copies(leaves: Mapping[str, Any]) -> Gradients:
-    """Return copies of weights; FSDP2 writes its shards itself."""
-    return {name: p.detach().clone() for name, p in leaves.items() if not is_sharded(p)}
-
-
-def _put_back_weights(leaves: Mapping[str, Any], copies: Gradients, changed: list[str]) -> None:
-    """Restore weights, and add the names of those that changed to a list."""
-    for name, values in copies.items():
-        p = leaves[name].detach()
-        if not torch.equal(p.nan_to_num(), values.nan_to_num()):
-            changed.append(name)
-            p.copy_(values)
+@contextmanager
+def _weights_put_back(leaves: Mapping[str, Any], changed: list[str]) -> Iterator[None]:
+    """Restore weights, and add the names of those that changed to a list. FSDP2 writes its shards."""
+    copies = {name: p.detach().clone() for name, p in leaves.items() if not is_sharded(p)}
+    try:
+        yield
+    finally:
+        for name, values in copies.items():
+            p = leaves[name].detach()
+            if not torch.equal(p.nan_to_num(), values.nan_to_num()):
+                changed.append(name)
+                p.copy_(values)
 
 
 @contextmanager
 def _scalers_put_back() -> Iterator[None]:
     """Restore the loss scalers of torch that a pass calls."""
-    saved: dict[GradScaler, dict[str, Any]] = {}
     scale = GradScaler.scale
+    with ExitStack() as undo:
+        undo.callback(setattr, GradScaler, "scale", scale)
 
-    def noting(scaler: GradScaler, outputs: Any) -> Any:
-        if scaler not in saved:
-            saved[scaler] = copy.deepcopy(vars(scaler))
-        return scale(scaler, outputs)
+        def noting(scaler: GradScaler, outputs: Any) -> Any:
+            undo.callback(vars(scaler).update, copy.deepcopy(vars(scaler)))  # the first comes last
+            return scale(scaler, outputs)
 
-    GradScaler.scale = noting  # type: ignore[assignment, method-assign]
-    try:
+        GradScaler.scale = noting  # type: ignore[assignment, method-assign]
         yield
-    finally:
-        GradScaler.scale = scale  # type: ignore[method-assign]
-        for scaler, attributes in saved.items():
-            vars(scaler).update(attributes)
 
 
 # ── batches ───────────────────────────────────────────────────────────────────────────────────────
@@ -256,12 +235,9 @@ def divided_losses(
     reductions = [o.reduction for o in optimizers if isinstance(o, Optimizer) and o.reduction]
     value: Any = None
     for place, part in enumerate(parts, 1):
-        is_last = place == len(parts)
         waits: Any = nullcontext()
         if reductions:
-            waits = reductions[0].micro_batch(is_last=is_last)
-        elif not is_last:
-            waits = getattr(model, "no_sync", nullcontext)()
+            waits = reductions[0].micro_batch(is_last=place == len(parts))
         with waits:
             value = loss(model, part)
             (value / len(parts)).backward()

@@ -7,9 +7,7 @@ prints what differs.
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +75,6 @@ def describe_run(
             "num_parameters": sum(p.numel() for p in parameters),
             "dtypes": ", ".join(sorted({dtype_name(p.dtype) for p in parameters})),
         },
-        "recorder": {"program": Path(sys.argv[0]).name},
     }
 
 

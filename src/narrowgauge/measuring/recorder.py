@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,11 +27,11 @@ from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
-from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
+from narrowgauge.measuring.step_row import bytes_per_param, columns_of, summary_of
 from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -76,10 +77,9 @@ class RunRecorder:
             wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard: ``lambda kind,
             row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
             row).items()]``. Its exceptions end the loop.
-        resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
-            the first step. The ``settings`` replace those in its ``run.toml``.
-        tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``; ``None``
-            in place of a table leaves it out.
+        resume: continue the run in the folder, if there is one; call :meth:`go_back` before the
+            first step. The ``settings`` replace those in its ``run.toml``.
+        tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``.
 
     Attributes:
         hub: the hooks on the loop.
@@ -125,7 +125,7 @@ class RunRecorder:
         called: nn.Module | None = None,
         on_row: Callable[[str, Row], object] | None = None,
         resume: bool = False,
-        tables: Mapping[str, Mapping[str, Any] | None] | None = None,
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.laws = Laws(ignore, say=self._note)
@@ -138,22 +138,17 @@ class RunRecorder:
         self._record: Record | None = None
         self._started = time.perf_counter()
         self._tokens = 0
+        self._must_go_back = resume
         self._is_open = True
         with ExitStack() as undo:
-            self.hub = Hub(self.model, set_up_of(model, optimizer).optimizers, called)
-            undo.callback(self.hub.undo.close)
-            self.hub.say = self._note
-            self.optimizer = self.hub.optimizers[-1]
+            optimizers = set_up_of(model, optimizer).optimizers
+            self.hub = Hub(self.model, optimizers, called, self._note)
+            undo.callback(self.hub.close)
+            self.optimizer = optimizers[-1]
             self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
-            undo.callback(self.meter.end)
             self._certificate = Certificate(model, self.optimizer)
             self._prints = Fingerprints(self.hub, fingerprints_every if self.folder else 0)
-            undo.callback(self._prints.end)
-            self._gauges: Gauges | None = None
-            if gauges_every:
-                self._gauges = Gauges(self.hub, self.optimizer, gauges_every, self._write_gauges)
-                undo.callback(self._gauges.end)
-            self._must_go_back = False
+            self._gauges = Gauges(self.hub, self.optimizer, gauges_every, self._write_gauges)
             if self.folder is not None:
                 self._begin(undo, dict(settings or {}), tables or {}, resume)
             self._undo = undo.pop_all()
@@ -177,10 +172,7 @@ class RunRecorder:
             self._hear(self.optimizer)
         if earlier is None:
             self.event("start", str(content["config"]["model"]))
-        else:  # its steps may be lost, and other rows tell of them
-            rows = [*earlier.steps, *earlier.evals, *earlier.events]
-            self._must_go_back = any(row["step"] for row in rows)
-        if not self._must_go_back:
+        if not resume:
             self._begin_at(0)
 
     def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
@@ -203,7 +195,8 @@ class RunRecorder:
             before(alarms)
             for alarm in alarms:
                 numbers = alarm.tensor, alarm.reading.edq, 1.0
-                self._log(measured("lost-updates", *numbers, step=self.num_steps + 1))
+                reading = measured("lost-updates", *numbers, step=self.num_steps + 1)
+                self._append("events", reading.to_dict())
 
         optimizer.on_alarm = alarmed
 
@@ -214,7 +207,6 @@ class RunRecorder:
         loss: float | Tensor | None = None,
         *,
         tokens: int | None = None,
-        batch: Tensor | None = None,
         **columns: Any,
     ) -> None:
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
@@ -225,8 +217,6 @@ class RunRecorder:
             loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
                 for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            batch: the step's tokens or inputs on this rank, copied to the host. The sum of the
-                ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
                 optimizer's norm, if it clips, and the time since the last call. A row
@@ -236,23 +226,13 @@ class RunRecorder:
         """
         if tokens is not None:
             columns["tokens"] = self._tokens + tokens
-        if batch is not None:
-            columns["batch_crc"] = batch_checksum(batch)
-        self._require_step()
         self.meter.end_step(plain({"loss": loss, **columns}))
-
-    def _require_step(self) -> None:
-        """Refuse a step of a resumed run that was not told where it goes on."""
-        if self._must_go_back:
-            raise RecordError(
-                f"Cannot record a step because {self.folder} holds steps already, and the step "
-                "from which the loop continues is unknown.",
-                "Call recorder.go_back(step) with the step of the loaded checkpoint, or 0.",
-            )
 
     def _write(self, row: Row) -> None:
         """Write the row of a step that has ended, and let the laws read it."""
-        self._require_step()
+        if self._must_go_back:
+            words = f"Cannot go on in {self.folder} because the step of the checkpoint is unknown."
+            raise RecordError(words, "Call recorder.go_back(step) first.")
         if self.folder is not None:
             row = columns_of(self.model, self.optimizer) | row
         if row.get("tokens", 0) > self._tokens and row["seconds"]:
@@ -260,7 +240,7 @@ class RunRecorder:
         self._tokens = row.get("tokens", self._tokens)
         self._append("steps", row)
         self._read(Step.of(row))
-        if self._gauges is not None and self._gauges.step != self.num_steps:
+        if self._gauges.step != self.num_steps:
             self._gauges.step = self.num_steps  # the loop did not call the optimizer
         if self.num_steps == SEEN_AT:
             self._tell_unseen()
@@ -269,27 +249,24 @@ class RunRecorder:
     def _tell_unseen(self) -> None:
         """Tell what is not measured, each with its reason."""
         unseen = {**self.meter.unseen}
-        if self.meter.share is None and not isinstance(self.optimizer, Optimizer):
+        if "stored" not in self.meter.last and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
-        if self._gauges is not None and not self._gauges.layers:
+        if self._gauges.every and not self._gauges.layers:
             unseen["casts of layers"] = "no layer casts"
         for area, reason in unseen.items():
             self.event("unseen", reason, tensor=area)
         if self.folder is None and self._here.is_first:
-            words = f"watch: {counted(len(self.meter.names), 'tensor')}"
-            areas = ", ".join(f"{area} ({reason})" for area, reason in unseen.items())
-            print(f"{words}; not: {areas or 'nothing'}", file=sys.stderr)
+            areas = [f"{area} ({reason})" for area, reason in unseen.items()] or ["nothing"]
+            number = counted(len({*self.meter.names.values()}), "tensor")
+            print(f"watch: {number}; not: {', '.join(areas)}", file=sys.stderr)
 
-    def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
-        """Record an evaluation at the current step. Its time does not count as a step's.
-
-        Args:
-            loss: validation loss in nats per token.
-            columns: further columns of the row.
+    def evaluate(self, loss: float | Tensor) -> None:
+        """Record the validation loss, in nats per token, at the current step. Its time does not count
+        as a step's.
         """
         row = {"step": self.num_steps, "val_loss": loss, "tokens": self._tokens or None}
-        self._append("evals", row | columns)
+        self._append("evals", row)
         self.meter.restart_clock()
 
     def event(self, what: str, words: str, **fields: Any) -> None:
@@ -332,31 +309,29 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
+        is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._note)
         last = run.steps[-1] if run.steps else {}
         self._tokens = last.get("tokens", 0) if tokens is None else tokens
         self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
         self.meter.go_on_after(step)
-        if self._gauges is not None:
-            self._gauges.step = step
+        self._gauges.step = step
         self._must_go_back = False
         for event in run.events:
             if event["what"] == "checkpoint" and event["step"] == step and "place" in event:
                 self._compare_states(event["place"], objects)
                 break
         self._begin_at(step)
-        if goes_on:
+        if not is_fresh:
             self.event("resume", f"from step {step}")
 
     def _rewound(self, step: int) -> Run:
         """Delete the rows after a step, on rank 0, and return the run that is left."""
         assert self._record is not None
         self._record.rewind(step)
-        for note in self._record.notes:
-            self._note(note)
-        self._record.notes.clear()
+        while self._record.notes:
+            self._note(self._record.notes.pop())
         return read_run(self._record.path)
 
     def _compare_states(self, path: str, objects: Mapping[str, Any]) -> None:
@@ -374,20 +349,21 @@ class RunRecorder:
         reached the last step.
         """
         row = self.meter.last
-        share = self.meter.share
+        shares = row.get("stored")
+        numbers = {"lr": row.get("lr"), "grad_norm": row.get("arrived")}
         if isinstance(self.optimizer, Optimizer):
             total = audit(self.optimizer).total
-            share = None if total is None else total.edq
-        numbers = {"lr": row.get("lr"), "stored_share": share, "grad_norm": row.get("arrived")}
+            numbers["stored_share"] = None if total is None else total.edq
+        elif shares:
+            numbers["stored_share"] = fmean(shares.values())
         return {name: x for name, x in numbers.items() if x is not None}
 
-    def close(self, finished: bool = True, **columns: Any) -> None:
+    def close(self, finished: bool = True) -> None:
         """End the record, and remove every hook. A second call does nothing.
 
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run
                 can be resumed.
-            columns: of ``summary.json``, in place of those counted here.
         """
         if not self._is_open:
             return
@@ -398,7 +374,7 @@ class RunRecorder:
             if self.meter.has_stepped:
                 self.meter.end_step({})
             if finished and self.folder is not None:
-                self._finish(columns)
+                self._finish()
             else:
                 self.event("stop", "the loop ended before its last step")
 
@@ -419,15 +395,17 @@ class RunRecorder:
                 self._on_row(kind, written)
 
     def _read(self, step: Step) -> None:
-        """Let the laws read a step, and log and show what is new."""
-        readings = self.laws.fresh(step)
-        for reading in readings:
-            self._log(reading)
-        if self._here.is_first:
-            show(readings)
-
-    def _log(self, reading: Reading) -> None:
-        self._append("events", reading.to_dict())
+        """Let the laws read a step, and log and show what is new, notes left out."""
+        sentences = []
+        since = 0
+        for reading in self.laws.fresh(step):
+            self._append("events", reading.to_dict())
+            if reading.severity != "note":
+                words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
+                sentences.append(words.rstrip("."))
+                since = max(since, reading.step)
+        if sentences:
+            self._warn(f"step {since}: {'; '.join(sentences)}")
 
     def _note(self, text: str) -> None:
         """Log a note, and show it."""
@@ -435,8 +413,9 @@ class RunRecorder:
         self._warn(text)
 
     def _warn(self, text: str) -> None:
+        """Show a sentence. No line of the loop is at fault, so none is shown."""
         if self._here.is_first:
-            warnings.warn(text, RunNotice, stacklevel=5)
+            warnings.warn_explicit(text, RunNotice, "narrowgauge.watch", self.num_steps)
 
     def _write_gauges(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, and let the laws read it."""
@@ -454,19 +433,16 @@ class RunRecorder:
         if row is not None:
             self._append("fingerprints", row)
 
-    def _finish(self, columns: Row) -> None:
+    def _finish(self) -> None:
         """Write the last event and ``summary.json``, which makes the run finished."""
         run = self._here.of_first(lambda: read_run(str(self.folder)))
         summary: Row = {
             "recipe": run.config.get("recipe"), "model": str(run.config.get("model")),
             "weights_fingerprint": self._fingerprint_of_weights(), "steps": self.num_steps,
             "tokens": self._tokens or None, "bytes_per_param": bytes_per_param(self.optimizer),
-            "wall_seconds": time.perf_counter() - self._started, **summary_of(run), **columns,
+            "wall_seconds": time.perf_counter() - self._started, **summary_of(run),
         }  # fmt: skip
-        text = f"after {counted(self.num_steps, 'step')}"
-        if "val_loss" in summary:
-            text = f"validation loss {summary['val_loss']:.4f}"
-        self.event("finish", text)
+        self.event("finish", f"after {counted(self.num_steps, 'step')}")
         if self._record is not None:
             self._record.summary(summary)
 
@@ -480,22 +456,6 @@ class RunRecorder:
                 with suppress(KeyError):  # another optimizer's, or frozen
                     stored[name] = self.optimizer.stored(p)
         return fingerprint_whole(stored)
-
-
-def show(readings: Iterable[Reading]) -> None:
-    """Show readings of one step in a sentence, notes left out. No line of the loop is at fault, so
-    none is shown.
-    """
-    parts = []
-    step = 0
-    for reading in readings:
-        if reading.severity != "note":
-            step = max(step, reading.step)
-            words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
-            parts.append(words.rstrip("."))
-    if parts:
-        words = f"step {step}: {'; '.join(parts)}"
-        warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
@@ -537,7 +497,7 @@ def watch(
 
     * the share of the update that the formats of the weights store, for optimizers whose step on a copy
       of some elements gives the same result;
-    * tensors that never moved, frozen tensors that change by a few roundings, a weight that jumps;
+    * a weight that jumps;
     * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
     * the first weight, output, gradient or loss that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients that were not summed, and weights that differ.

@@ -8,11 +8,11 @@ sharding. A certificate holds the fingerprints of a checkpoint, for a resume in 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fingerprints_whole_and_own
+from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
@@ -37,12 +37,13 @@ States = dict[str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LONG = 16
 """A list of more plain values than this is one state, by its hash."""
-_OF_OPTIMIZER = re.compile(r"(\w+)\.((?:state|param_groups)\.[^.]+)\.([^.]+)(.*)")
 CAUSES = (
-    "param_groups|lr|rate|sched", "step|epoch|position|iteration", "scale", "generator|rng",
-    "batch|data|token|loader|sampler", r"state\.", "master",
+    r"\.lr|rate|sched", "step|epoch|position|iteration", "scale", "generator|rng",
+    "batch|data|token|loader|sampler", r"\.", "master",
 )  # fmt: skip
-"""Words in the names of states, causes first. Others, such as weights, are last."""
+"""Words in the names of kinds of states, causes first. Other states of optimizers come next; others,
+such as weights, are last.
+"""
 
 
 def check_resume(
@@ -128,13 +129,9 @@ def _objects_of(step: Step, returned: Any) -> Objects:
     """
     if isinstance(returned, Mapping):
         return returned
-    held = {}
+    held = vars(getattr(step, "__self__", step))
     if isinstance(step, FunctionType):
-        for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
-            with suppress(ValueError):  # an empty cell
-                held[name] = cell.cell_contents
-    else:
-        held = vars(getattr(step, "__self__", step))
+        held = inspect.getclosurevars(step).nonlocals
     return {**held, "loss": returned}
 
 
@@ -143,8 +140,12 @@ def _objects_of(step: Step, returned: Any) -> Objects:
 
 def differing(before: States, now: States) -> list[str]:
     """Return the paths of states that are others now, or missing, of objects that are there."""
-    there = set(map(_owner, now))
-    return [path for path in before if _owner(path) in there and before[path] != now.get(path)]
+    there = {path.partition(".")[0] for path in now}
+    paths = []
+    for path, text in before.items():
+        if path.partition(".")[0] in there and text != now.get(path):
+            paths.append(path)
+    return paths
 
 
 def compare(before: States, now: States, when: str, lines: list[str]) -> dict[str, str]:
@@ -154,38 +155,34 @@ def compare(before: States, now: States, when: str, lines: list[str]) -> dict[st
     """
     kinds = dict[str, list[str]]()
     paths = differing(before, now)
-    for path in sorted(paths, key=_rank):
+    for path in paths:
         kinds.setdefault(_kind_of(path)[0], []).append(path)
     lines.append(f"{when}: {len(before) - len(paths)} of {len(before)} states have the same bits")
     differences = {}
-    for kind, (first, *others) in kinds.items():
-        text = f"{before[first]} was saved, {now.get(first, 'nothing')} is there {when}"
-        name = _kind_of(first)[1]
+    for kind in sorted(kinds, key=_rank):
+        path = kinds[kind][0]
+        text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
+        name = _kind_of(path)[1]
         if name:
-            text = f"{counted(1 + len(others), 'state')}, {name}: {text}"
+            text = f"{counted(len(kinds[kind]), 'state')}, {name}: {text}"
         lines.append(f"{kind}: {text}")
         differences[kind] = text
     return differences
 
 
-def _owner(path: str) -> str:
-    return path.partition(".")[0]
-
-
 def _kind_of(path: str) -> tuple[str, str]:
     """Return the kind of a state and its name there. An optimizer's states are kinds of their own."""
-    match = _OF_OPTIMIZER.fullmatch(path)
+    owner, _, name = path.partition(".")
+    match = re.fullmatch(r"((?:state|param_groups)\.[^.]+)\.([^.]+)(.*)", name)
     if match is None:
-        owner, _, name = path.partition(".")
         return owner, name
-    owner, place, state, rest = match.groups()
+    place, state, rest = match.groups()
     return f"{owner}.{state}", place + rest
 
 
-def _rank(path: str) -> int:
-    text = path if _OF_OPTIMIZER.fullmatch(path) else _owner(path)
+def _rank(kind: str) -> int:
     for place, words in enumerate(CAUSES):
-        if re.search(words, text.lower()):
+        if re.search(words, kind.lower()):
             return place
     return len(CAUSES)
 
@@ -206,7 +203,7 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> States:
     for path, x in values.items():
         if isinstance(x, Tensor) and x.layout is torch.strided:
             tensors[path] = x
-    bits, _ = fingerprints_whole_and_own(tensors)
+    bits = fingerprints_whole(tensors)
     states = {}
     for path, value in values.items():
         if path in tensors:
@@ -231,12 +228,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         value = value.state_dict()
     if isinstance(value, torch.Generator):
         value = value.get_state()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.tensor(value)
     if isinstance(value, (np.generic, np.ndarray)):
-        value = (
-            value.tolist()
-            if value.ndim == 0 or value.dtype.kind not in "biuf"
-            else torch.tensor(value)
-        )
+        value = value.tolist()
     items: Mapping[Any, Any] = {}
     if isinstance(value, Mapping):
         items = value

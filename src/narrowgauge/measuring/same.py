@@ -18,11 +18,10 @@ from torch.nn.modules import module as global_hooks
 
 from narrowgauge.errors import DataError
 from narrowgauge.measuring.beside import Beside
-from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance
+from narrowgauge.measuring.outputs import Outputs, Recording, distance, unit_at
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured, of_all
 from narrowgauge.measuring.resume import generators
-from narrowgauge.measuring.units import FINEST, unit_of
 from narrowgauge.measuring.weights import compare_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row
@@ -42,25 +41,18 @@ class Same(Readings):
     Attributes:
         rows: a dict for each tensor of both, the farthest first
             (:func:`narrowgauge.measuring.weights.compare_weights`).
-        places: a dict for each place of modules whose outputs differ, in the order of the pass:
-            ``place``, ``difference``, ``bound``.
     """
 
     def __init__(self, readings: Iterable[Reading] = (), lines: Iterable[str] = ()) -> None:
         super().__init__(readings, lines)
         self.rows: list[Row] = []
-        self.places: list[Row] = []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the readings, rows and places as values for JSON."""
-        return super().to_dict() | {"rows": self.rows, "places": self.places}
+        """Return the readings and rows as values for JSON."""
+        return super().to_dict() | {"rows": self.rows}
 
 
-def same(
-    first: Any,
-    second: Any,
-    batch: Any = None,
-) -> Same:
+def same(first: Any, second: Any, batch: Any = None) -> Same:
     """Compare two models, such as what trains with what serves it, or a checkpoint with a later
     one, and name the first place where they differ.
 
@@ -100,92 +92,85 @@ def same(
         result = Same(readings, lines)
         result.rows = rows
     if batch is not None:
-        result.readings += _compare_passes(first, second, batch, result)
+        with generators_put_back():
+            _compare_passes(first, second, batch, result)
     return result
 
 
 # ── outputs and log probabilities ─────────────────────────────────────────────────────────────────
 
 
-def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> tuple[Recording, Any]:
-    """Run a side once, a module in evaluation mode; return the outputs of its modules and its logits
-    or log probabilities.
+def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Recording:
+    """Run a side once, a module in evaluation mode.
 
     Args:
         forced: outputs that modules take and return.
         wide: keeps the shadows of the pass.
     """
+    recording = Recording(forced, wide)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        is_named = False
         if isinstance(side, nn.Module):
             stack.enter_context(put_back(side))
             side.eval()
-        recording = Recording(forced, wide)
+            is_named = isinstance(batch, Mapping)
         for handle in (
             global_hooks.register_module_forward_pre_hook(recording.before),
             global_hooks.register_module_forward_hook(recording.after),
         ):
             stack.callback(handle.remove)
-        stack.enter_context(generators_put_back())
-        before = generators()
         if wide is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
             stack.enter_context(Beside(wide))
-        is_named = isinstance(side, nn.Module) and isinstance(batch, Mapping)
         values = side(**batch) if is_named else side(batch)
-        recording.draws = generators() != before
     values = getattr(values, "logits", values)
-    return recording, values[0] if isinstance(values, tuple) else values
+    recording.values = values[0] if isinstance(values, tuple) else values
+    return recording
 
 
-def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> list[Reading]:
-    """Compare outputs of modules and log probabilities, and fill in places, lines and ``unseen``."""
-    recording, values = _run(first, batch, {})
-    if recording.draws:
+def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
+    """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
+    before = generators()
+    ours = _run(first, batch, {})
+    if generators() != before:
         reason = "the first model draws random numbers in evaluation"
         result.unseen["outputs and log probabilities"] = reason
-        return []
-    served, served_values = _run(second, batch, {})
-    ours = recording.outputs
-    theirs = served.outputs
-    log_probs = _log_probs(values, batch), _log_probs(served_values, batch)
+        return
+    theirs = _run(second, batch, {})
+    log_probs = _log_probs(ours.values, batch), _log_probs(theirs.values, batch)
     forced = {}
-    if ours.keys() == theirs.keys() and all(are_alike(ours, theirs, place) for place in ours):
-        forced = ours
-    if _are_equal(ours, theirs, forced, log_probs):
-        result.lines.append("The bits are equal.")
-        return []
+    if ours.shapes() == theirs.shapes():
+        forced = ours.outputs
+        if _are_equal(ours, theirs, log_probs):
+            result.lines.append("The bits are equal.")
+            return
     result.looked_at = "no difference is larger than rounding gives"
-    units = _unit(ours), _unit(theirs)
-    narrow = second if units[1] > units[0] else first
-    beside, _ = _run(narrow, batch, forced, Wide())
+    narrow = second if theirs.unit() > ours.unit() else first
+    unit = max(ours.unit(), theirs.unit())
+    beside = _run(narrow, batch, forced, Wide())
     if forced:
-        theirs = _run(second, batch, forced)[0].outputs
-    bounds, unusual = _bounds(beside, max(UNUSUAL, 16 * max(units)), result.lines)
-    readings = _compare_places(ours, theirs, bounds, result)
+        theirs = _run(second, batch, forced)
+    bounds, unusual = _bounds(beside, max(UNUSUAL, 16 * unit), result.lines)
+    _compare_places(ours, theirs, bounds, result)
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
-        return readings
+        return
     wide = Wide()
-    exact = {place: forced[place] for place in unusual if place in forced}
-    _, values = _run(narrow, batch, exact, wide)
-    noise = (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs() + max(units)
-    return readings + _compare_log_probs(*log_probs, noise, result.lines)
+    exact = {place: forced[place] for place in unusual if forced}
+    values = _run(narrow, batch, exact, wide).values
+    noise = (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs() + unit
+    _compare_log_probs(*log_probs, noise, result)
 
 
-def _are_equal(ours: Outputs, theirs: Outputs, paired: Outputs, log_probs: tuple[Any, Any]) -> bool:
-    """Return whether all outputs and log probabilities of two passes have the same bits."""
-    if paired.keys() != ours.keys() or any(distance(ours, theirs, place) for place in paired):
+def _are_equal(ours: Recording, theirs: Recording, log_probs: tuple[Any, Any]) -> bool:
+    """Return whether two passes through the same places have the same bits."""
+    if any(distance(x, theirs.outputs[place]) for place, x in ours.outputs.items()):
         return False
     if log_probs[0] is None or log_probs[1] is None:
-        return bool(paired)
+        return bool(ours.outputs)
     return torch.equal(*log_probs)
-
-
-def _unit(outputs: Outputs) -> float:
-    """Return the unit roundoff of the coarsest output of some places."""
-    return max((unit_of(x.dtype) for tensors in outputs.values() for x in tensors), default=FINEST)
 
 
 def _bounds(
@@ -194,44 +179,41 @@ def _bounds(
     """Return what roundings explain at each place that is followed, and the unusual places."""
     bounds = {}
     unusual = []
-    for name, tensors in beside.outputs.items():
-        if name not in beside.unfollowed:
-            size = distance(beside.outputs, beside.shadows, name)
-            bounds[name] = MARGIN * min(size, limit) + 3 * _unit({name: tensors})
-            if size > limit:
-                unusual.append(name)
-                lines.append(f"{name}: roundings there move it by {size:.2g}, more than usual")
+    for place, shadows in beside.shadows.items():
+        tensors = beside.outputs[place]
+        size = distance(tensors, shadows)
+        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(tensors)
+        if size > limit:
+            unusual.append(place)
+            lines.append(f"{place}: roundings there move it by {size:.2g}, more than usual")
     return bounds, unusual
 
 
 def _compare_places(
-    ours: Outputs, theirs: Outputs, bounds: Mapping[str, float], result: Same
-) -> list[Reading]:
-    """Compare the outputs of modules; return the reading of the first place that differs."""
-    missing = [name for name in ours if not are_alike(ours, theirs, name)]
-    unfollowed = [name for name in ours if name not in bounds and name not in missing]
-    wrong: list[Row] = []
-    for name in ours:
-        if name not in (*missing, *unfollowed):
-            value = distance(ours, theirs, name)
-            row: Row = {"place": name, "difference": value, "bound": bounds[name]}
-            if value:
-                result.places.append(row)
-            if value > bounds[name]:
-                wrong.append(row)
-    count = counted(len(ours) - len(missing) - len(unfollowed), "place")
-    result.lines.append(f"outputs: {len(result.places)} of {count} of modules differ")
+    ours: Recording, theirs: Recording, bounds: Mapping[str, float], result: Same
+) -> None:
+    """Compare the outputs of modules; add the reading of the first place that differs."""
+    shapes = theirs.shapes()
+    missing = [place for place, x in ours.shapes().items() if shapes.get(place) != x]
+    unfollowed = [place for place in ours.outputs if place not in {*bounds, *missing}]
+    differences = {}
+    for place, tensors in ours.outputs.items():
+        if place not in {*missing, *unfollowed}:
+            differences[place] = distance(tensors, theirs.outputs[place])
+    number = sum(value > 0 for value in differences.values())
+    count = counted(len(differences), "place")
+    result.lines.append(f"outputs: {number} of {count} of modules differ")
     if missing:
         result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
-    if not wrong:
-        return []
-    names = [row["place"] for row in wrong]
-    return [measured("other-outputs", names, wrong[0]["difference"], 0.0, wrong[0]["bound"])]
+    wrong = [place for place, value in differences.items() if value > bounds[place]]
+    if wrong:
+        numbers = differences[wrong[0]], 0.0, bounds[wrong[0]]
+        result.readings.append(measured("other-outputs", wrong, *numbers))
 
 
-def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) -> list[Reading]:
+def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> None:
     """Compare log probabilities of both sides, beside what rounding changes."""
     if theirs is None or theirs.shape != ours.shape:
         raise DataError(
@@ -242,14 +224,14 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) 
     off = (theirs - ours).abs()
     mean, largest = float(off.mean()), float(off.max())
     mean_noise, largest_noise = float(noise.mean()), float(noise.max())
-    lines.append(
+    result.lines.append(
         f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
         f"largest {largest:.2g}; rounding alone: {mean_noise:.2g}, {largest_noise:.2g}"
     )
     for value, bound in ((mean, MARGIN / 2 * mean_noise), (largest, MARGIN * largest_noise)):
         if value > bound:
-            return [measured("other-log-probabilities", "", value, 0.0, bound)]
-    return []
+            result.readings.append(measured("other-log-probabilities", "", value, 0.0, bound))
+            return
 
 
 def _log_probs(values: Any, batch: Any) -> Any:

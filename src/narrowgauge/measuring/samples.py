@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer as AnyOptimizer
 
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -30,7 +31,7 @@ TENSORS = 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _REPEATS = 1e-4
 """Squared distance of the repeated step from the stored one, over its squared length."""
-_OF_EVERY_OPTIMIZER = frozenset({"defaults", "state", "param_groups", "step"})
+_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,7 +77,7 @@ class Sample:
 
 
 def samples_of(
-    optimizer: torch.optim.Optimizer, gradients: Mapping[Tensor, Tensor], number: int
+    optimizer: AnyOptimizer, gradients: Mapping[Tensor, Tensor], number: int
 ) -> list[Sample]:
     """Return samples of some of what an optimizer is about to step: each of its tensors in turn.
 
@@ -97,78 +98,66 @@ def samples_of(
         kinds.setdefault(key, (group, []))[1].append(p)
     samples = []
     for group, members in kinds.values():
-        parts = map(gradients.__getitem__, members)
-        sample = Sample(group, members, join(members), join(parts))
-        if number > 0 or optimizer.state.get(members[0]):
-            _add_states(optimizer, sample)
+        sample = Sample(group, members, join(members), join([gradients[p] for p in members]))
+        if _is_repeatable(optimizer) and (number > 0 or optimizer.state.get(members[0])):
+            _add_states(sample, [optimizer.state.get(p) or {} for p in members])
         samples.append(sample)
     return samples
 
 
-def _add_states(optimizer: torch.optim.Optimizer, sample: Sample) -> None:
-    """Take the states of the elements, if a step of samples can be the step of these.
-
-    What an optimizer holds that is no number may be shared with it. Ours has an audit.
-    """
+def _is_repeatable(optimizer: AnyOptimizer) -> bool:
+    """Return whether a copy of an optimizer shares nothing with it but numbers. Ours has an audit."""
     for name, x in vars(optimizer).items():
-        is_own = not name.startswith("_") and name not in _OF_EVERY_OPTIMIZER
-        if is_own and isinstance(x, (list, dict, Tensor, nn.Module)):
-            return
-    if isinstance(optimizer, Optimizer):
-        return
+        is_shared = isinstance(x, (list, dict, Tensor, nn.Module))
+        if is_shared and name not in _OF_EVERY_OPTIMIZER:
+            return False
+    return not isinstance(optimizer, Optimizer)
+
+
+def _add_states(sample: Sample, states: Sequence[Mapping[str, Any]]) -> None:
+    """Take the states of the elements, if a step of samples can be the step of these."""
     first = sample.members[0]
-    states: dict[str, Any] = {}
-    for name, x in (optimizer.state.get(first) or {}).items():
+    taken: dict[str, Any] = {}
+    for name, x in states[0].items():
         if not isinstance(x, Tensor) or x.ndim == 0:
-            states[name] = copy.deepcopy(x)
+            taken[name] = copy.deepcopy(x)
             continue
         if x.shape != first.shape or x.element_size() == 1:
             return
-        states[name] = join(_named(optimizer, sample.members, name))
+        taken[name] = join([state[name] for state in states])
         is_wider = x.element_size() > first.element_size()
-        if is_wider and torch.equal(states[name].to(first.dtype), sample.weights):
+        if is_wider and torch.equal(taken[name].to(first.dtype), sample.weights):
             sample.home = name
-    sample.states = states
+    sample.states = taken
 
 
-def _named(optimizer: torch.optim.Optimizer, members: Sequence[Tensor], name: str) -> list[Tensor]:
-    return [optimizer.state[p][name] for p in members]
-
-
-def measured(optimizer: torch.optim.Optimizer, sample: Sample) -> dict[str, Tensor]:
+def measured(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
     """Return numbers of each tensor of a sample, after the step.
 
-    ``size`` is the largest change beyond one rounding, NaN at a rate of 0. ``meant`` is the sum of
-    squares of the change that was meant, 0 where a copy does not repeat the step; ``stored`` its
-    product with the stored change.
+    ``size`` is the largest change beyond one rounding. ``meant`` is the sum of squares of the change
+    that was meant, 0 where a copy does not repeat the step; ``stored`` its product with the stored
+    change.
     """
-    after = join(sample.members).double()
-    stored = (after - sample.weights.double()).view(-1, SIZE)
-    rounding = sample.weights.abs().double() * torch.finfo(sample.weights.dtype).eps
-    sizes = (stored.abs() - rounding.view(-1, SIZE)).clamp_min(0.0).amax(1)
-    if not sample.group.get("lr"):
-        sizes.fill_(math.nan)
-    numbers = {"size": sizes}
+    before = sample.weights.double().view(-1, SIZE)
+    stored = join(sample.members).double().view(-1, SIZE) - before
+    rounding = before.abs() * torch.finfo(sample.weights.dtype).eps
+    numbers = {"size": (stored.abs() - rounding).clamp_min(0.0).amax(1)}
     if sample.states is None:
         return numbers
     if sample.home:
-        masters = join(_named(optimizer, sample.members, sample.home)).double()
-        stored = (masters - sample.states[sample.home].double()).view(-1, SIZE)
-    numbers["meant"] = numbers["stored"] = torch.zeros_like(sizes)
+        masters = join([optimizer.state[p][sample.home] for p in sample.members])
+        stored = (masters.double() - sample.states[sample.home].double()).view(-1, SIZE)
     with suppress(Exception):  # a class that cannot be stepped so is not followed
         again = _repeated(optimizer, sample, None)
         is_wide = sample.weights.element_size() > 2
         meant = _repeated(optimizer, sample, torch.float64 if is_wide else torch.float32)
         squares = meant.square().sum(1)
-        distance = (again - stored).square().sum(1)
-        numbers["meant"] = squares * (distance <= _REPEATS * squares)
-        numbers["stored"] = (meant * stored).sum(1)
+        is_repeated = (again - stored).square().sum(1) <= _REPEATS * squares
+        numbers |= {"meant": squares * is_repeated, "stored": (meant * stored).sum(1)}
     return numbers
 
 
-def _repeated(
-    optimizer: torch.optim.Optimizer, sample: Sample, format: torch.dtype | None
-) -> Tensor:
+def _repeated(optimizer: AnyOptimizer, sample: Sample, format: torch.dtype | None) -> Tensor:
     """Step copies in a format, and return the change of the weights, or of their masters."""
 
     def copied(x: Any) -> Any:
@@ -189,8 +178,7 @@ def _repeated(
     twin.state = defaultdict(dict, {p: state})
     with torch.random.fork_rng(devices=[p.device] if p.is_cuda else []):
         type(optimizer).step(twin)
-    end = state.get(sample.home, p.detach())
-    change: Tensor = end.double() - start
+    change: Tensor = state.get(sample.home, p.detach()).double() - start
     return change.view(-1, SIZE)
 
 

@@ -92,11 +92,8 @@ def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
 def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
     """Return the set-up of a model and an optimizer, or a list of them, possibly wrapped."""
     require_float64(model.parameters())
-    members = optimizer
-    if not isinstance(optimizer, (list, tuple)):
-        members = [optimizer]
     optimizers: list[torch.optim.Optimizer] = []
-    for inner in members:
+    for inner in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
             inner = inner.optimizer  # of Accelerate and Lightning
         # A container such as torchtitan's has members.
@@ -119,37 +116,42 @@ def spread(tensor: Tensor) -> Tensor:
 
 def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers."""
-    counts = Counter(id(stepped.parameter) for stepped in set_up.stepped)
+    parameters = set_up.parameters
+    stepped = set_up.stepped
+    counts = Counter(id(p.parameter) for p in stepped)
+    named = {p.name for p in stepped}
+    # Flat partitions of the weights, as of DeepSpeed and Megatron, stand for all.
+    is_flat = named.isdisjoint(parameters) and all(p.parameter.ndim == 1 for p in stepped)
+    tables = [m.weight for m in set_up.model.modules() if isinstance(m, nn.Embedding)]
     faults: dict[str, list[str]] = {
-        "missing-parameters": _missing(set_up),
-        "parameters-twice": [name for name, p in set_up.parameters.items() if counts[id(p)] > 1],
-        "nonfinite": _not_finite(set_up),
+        "missing-parameters": [],
+        "parameters-twice": [name for name, p in parameters.items() if counts[id(p)] > 1],
+        "nonfinite": [],
+        "untied": [],
         "rounded-buffers": _rounded_buffers(set_up.model),
-        "untied": _untied(set_up),
     }
+    for name, p in parameters.items():
+        if p.requires_grad and name not in named and not is_flat:
+            faults["missing-parameters"].append(name)
+        if p.dtype in TRAINED and not p.is_meta:
+            largest = largest_magnitude(local_of(p))
+            if largest.isnan() or (p.requires_grad and largest.isinf()):  # or a frozen mask
+                faults["nonfinite"].append(name)
+            is_table = any(p is table for table in tables)
+            if p.requires_grad and not is_table and any(_is_copy(p, table) for table in tables):
+                faults["untied"].append(name)
     for what, names in faults.items():
         if names:
             stage = "start" if what == "nonfinite" else ""
             yield measured(what, names, len(names), 0, stage=stage)
 
 
-def _missing(set_up: SetUp) -> list[str]:
-    """Return trainable parameters that no optimizer has, and no master stands for."""
-    named = {p.name for p in set_up.stepped}
-    if named.isdisjoint(set_up.parameters) and all(p.parameter.ndim == 1 for p in set_up.stepped):
-        return []  # flat partitions of the weights, as of DeepSpeed and Megatron
-    return [n for n, p in set_up.parameters.items() if p.requires_grad and n not in named]
-
-
-def _not_finite(set_up: SetUp) -> list[str]:
-    """Return the parameters that hold NaN, or infinity that is no frozen mask."""
-    names = []
-    for name, p in set_up.parameters.items():
-        if p.dtype in TRAINED and not p.is_meta:
-            largest = largest_magnitude(local_of(p))
-            if largest.isnan() or (p.requires_grad and largest.isinf()):
-                names.append(name)
-    return names
+def _is_copy(p: Tensor, table: Tensor) -> bool:
+    """Return whether a parameter has the bits of an embedding that trains, in a second tensor."""
+    if p.shape != table.shape or p.dtype is not table.dtype or not table.requires_grad:
+        return False
+    values = spread(p)
+    return values.unique().numel() > 1 and torch.equal(values, spread(table))
 
 
 def _rounded_buffers(model: nn.Module) -> list[str]:
@@ -168,19 +170,4 @@ def _rounded_buffers(model: nn.Module) -> list[str]:
                 is_odd = x.view(torch.int16) % 2 != 0
                 if bool((is_odd & (x != x.round())).any()):
                     names.append(inner_name(f"{owner}.{name}".lstrip(".")))
-    return names
-
-
-def _untied(set_up: SetUp) -> list[str]:
-    """Return trained matrices that have the bits of an embedding in a second tensor."""
-    modules = set_up.model.modules()
-    tables = [m.weight for m in modules if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    names = []
-    for name, p in set_up.parameters.items():
-        for table in tables:
-            is_like = p.shape == table.shape and p.dtype is table.dtype and p.requires_grad
-            if is_like and not p.is_meta and not any(p is x for x in tables):
-                values = spread(p)
-                if values.unique().numel() > 1 and torch.equal(values, spread(table)):
-                    names.append(name)
     return names

@@ -33,7 +33,6 @@ class Step:
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the share of the update that their formats stored.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
-        drift: frozen tensors that changed by a few roundings since their last sample.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
         utilization: share of the device's time, in logs of other programs.
         gauges: a sample of the gauges: metrics by table and tensor.
@@ -59,7 +58,6 @@ class Step:
     stored: dict[str, float] = field(default_factory=dict)
     largest: float | None = None
     largest_in: str = ""
-    drift: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
     unsummed: list[str] = field(default_factory=list)
     gauges: dict[str, Metrics] = field(default_factory=dict)

@@ -44,19 +44,6 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
             tell("lost-updates", names, low[names[0]], 1.0, step=since)
 
 
-def drift(tell: Tell) -> Law:
-    """Read frozen tensors that change by a few roundings, again and again."""
-    counts: Counter[str] = Counter()
-    since = 0
-    while True:
-        step = yield
-        counts.update(step.drift)
-        names = [name for name, count in counts.most_common() if count >= KINDS["drift"].bound]
-        if names:
-            since = since or step.step
-            tell("drift", names, counts[names[0]], step=since)
-
-
 def sampled(tell: Tell) -> Law:
     """Read what casts lose, and attention logits that are far too large."""
     in_a_row: Counter[tuple[str, str]] = Counter()

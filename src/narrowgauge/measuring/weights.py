@@ -8,128 +8,121 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, product_of
-from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
+from narrowgauge.spec.tables import Row, Table
 
 CHUNK = 1 << 17
 """Elements that are compared at once: they stay in the cache."""
 MOST_ROWS = 8
 """Printed tensors."""
+MOST_TIMES = 0.05
+"""Distance from the adapters' own product that roundings of a merge may give."""
 Weights = str | Path | nn.Module | Mapping[str, Any]
 
 
-@dataclass
 class Tensors:
-    """Hold the tensors of a model, a state_dict or files.
+    """Hold the tensors of a model, a state_dict, a ``.safetensors`` file or a folder of them.
 
-    Args:
-        read: a function for each name that reads its tensor.
-        tied: names that share one tensor, by each of these names.
+    Attributes:
+        values: tensors by name, without the prefixes of wrappers and adapters.
+        names: names that share the tensor of a name, of models alone.
         buffers: names of buffers.
-        products: what adapters add to a weight, by its name; it is read with them.
+        adapted: layers with adapters, by the name of their weight.
+
+    Raises:
+        RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
     """
 
-    read: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
-    tied: dict[str, list[str]] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)
-    products: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, weights: Weights) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.names: dict[str, list[str]] = {}
+        self.buffers: set[str] = set()
+        self.adapted: dict[str, Any] = {}
+        if isinstance(weights, nn.Module):
+            self._add_module(weights)
+        elif isinstance(weights, Mapping):
+            self._add(weights)
+        else:
+            try:
+                self._add_files(Path(weights))
+            except (OSError, SafetensorError, ValueError, KeyError) as error:
+                raise RecordError(
+                    f"Cannot read weights from {weights}: {error}.", "Name another file or folder."
+                ) from error
 
-    def lacking(self, other: Tensors) -> list[str]:
-        """Return the names of another set that this one lacks, under each of their tied names.
+    def _add(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self.values[_plain(name)] = value.detach()
+
+    def _add_module(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers())
+        self._add(parameters | buffers)
+        self.buffers = set(map(_plain, buffers))
+        names: dict[int, list[str]] = {}
+        for name, x in parameters.items():
+            self.names[_plain(name)] = names.setdefault(id(x), [])
+            self.names[_plain(name)].append(_plain(name))
+        for name, layer in model.named_modules():
+            if is_adapted(layer):
+                self.adapted[f"{name_without_adapters(name)}.weight"] = layer
+
+    def _add_files(self, path: Path) -> None:
+        files = [path]
+        if path.is_dir():
+            files = sorted(path.glob("*.safetensors"))
+        for file in files:
+            values = load_file(file)
+            if not self.values.keys().isdisjoint(map(_plain, values)):
+                raise ValueError("two of its files hold parts of one tensor")
+            self._add(values)
+        if not self.values:
+            raise ValueError("it holds no safetensors file")
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, with what its adapters add."""
+        x = whole(self.values[name])
+        layer = self.adapted.get(name)
+        if layer is not None and not layer.merged_adapters:
+            x = (x + product_of(layer)).to(x.dtype)
+        return x
+
+    def alone(self, other: Tensors) -> list[str]:
+        """Return the names that another set lacks in their shape, under each of their tied names.
 
         Buffers are left out, which no file may hold.
         """
         names = []
-        for name in other.read:
-            is_read = not self.read.keys().isdisjoint(other.tied.get(name, [name]))
-            if not is_read and name not in other.buffers and ".lora_" not in name:
+        for name, x in self.values.items():
+            tied = self.names.get(name, [name])
+            shapes = [other.values[key].shape for key in tied if key in other.values]
+            if x.shape not in shapes and name not in self.buffers and ".lora_" not in name:
                 names.append(name)
         return sorted(names)
 
     def ties(self) -> set[str]:
         """Return the names of each tensor that has several, with signs of equality."""
-        return {" = ".join(names) for names in self.tied.values() if len(names) > 1}
+        return {" = ".join(names) for names in self.names.values() if len(names) > 1}
 
 
-def tensors_of(weights: Weights) -> Tensors:
-    """Return the tensors of a model, a state_dict, a ``.safetensors`` file or a folder of them.
-
-    Raises:
-        RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
-    """
-    if isinstance(weights, nn.Module):
-        return _of_module(weights)
-    tensors = Tensors()
-    if isinstance(weights, Mapping):
-        for name, value in weights.items():
-            if isinstance(value, Tensor):
-                tensors.read[tensor_name(name)] = partial(whole, value.detach())
-        return tensors
-    try:
-        _read_files(Path(weights), tensors)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise RecordError(
-            f"Cannot read weights from {weights}: {error}.", "Name another file or folder."
-        ) from error
-    return tensors
-
-
-def tensor_name(name: str) -> str:
-    """Return the name that a tensor has without wrappers and adapters."""
+def _plain(name: str) -> str:
     return name_without_adapters(name).replace(".base_layer.", ".")
-
-
-def _of_module(model: nn.Module) -> Tensors:
-    tensors = Tensors()
-    names = dict[int, list[str]]()
-    for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        name = tensor_name(name)
-        tensors.read[name] = partial(whole, x.detach())
-        tensors.tied[name] = names.setdefault(id(x), [])
-        tensors.tied[name].append(name)
-        if not isinstance(x, nn.Parameter):
-            tensors.buffers.add(name)
-    layers: dict[str, Any] = dict(model.named_modules())
-    for name, layer in layers.items():
-        if is_adapted(layer):
-            weight = f"{name_without_adapters(name)}.weight"
-            product = tensors.products[weight] = product_of(layer)
-            if not layer.merged_adapters:
-                x = layer.get_base_layer().weight.detach()
-                tensors.read[weight] = partial(lambda x, y: (x + y).to(x.dtype), x, product)
-    return tensors
-
-
-def _read_files(path: Path, tensors: Tensors) -> None:
-    files = {path}
-    if path.is_dir():
-        files = set(path.glob("*.safetensors"))
-    for file in sorted(files):
-        opened = safe_open(file, "pt")
-        for name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
-            if tensor_name(name) in tensors.read:
-                raise ValueError("two of its files hold parts of one tensor")
-            tensors.read[tensor_name(name)] = partial(opened.get_tensor, name)
-    if not tensors.read:
-        raise ValueError("it holds no safetensors file")
 
 
 def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Reading], list[str]]:
@@ -141,42 +134,35 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     multiple of the first that is nearest), ``is_one`` (a vector of ones), ``adapter_times`` (how many
     times more the second holds the adapters).
     """
-    before = tensors_of(first)
-    after = tensors_of(second)
-    rows = list[Row]()
-    names: dict[str, list[str]] = {
-        "tied in the first alone": [],
-        "tied in the second alone": [],
-        "only in the first": after.lacking(before),
-        "only in the second": before.lacking(after),
-        "only in other shapes": [],
-    }
-    lone = list(names.values())[2:]
-    if before.tied and after.tied:
-        names["tied in the first alone"] = sorted(before.ties() - after.ties())
-        names["tied in the second alone"] = sorted(after.ties() - before.ties())
-    for name in before.read:  # in an order that all ranks share
-        if name in after.read:
-            row = _row(name, before, after)
-            rows += row
-            if not row:
-                names["only in other shapes"].append(name)
+    before = Tensors(first)
+    after = Tensors(second)
+    rows = []
+    for name, x in before.values.items():  # in an order that all ranks share
+        if name in after.values and x.shape == after.values[name].shape:
+            rows.append(_row(name, before, after))
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    lines = _lines(rows)
-    lines += [f"{words}: {told(tensors)}" for words, tensors in names.items() if tensors]
-    readings = list(_readings(rows))
-    one_sided = list(chain.from_iterable(lone))
-    if one_sided:
-        readings.append(measured("one-sided-tensors", one_sided, len(one_sided), 0))
+    lines = [*_lines(rows), *_of_adapters(rows)]
+    ties = before.ties(), after.ties()
+    for side, lone in (("first", ties[0] - ties[1]), ("second", ties[1] - ties[0])):
+        if lone and before.names and after.names:
+            lines.append(f"tied in the {side} alone: {told(sorted(lone))}")
+    unlike = [row["name"] for row in rows if row["differ"]]
+    for side, names in (("first", before.alone(after)), ("second", after.alone(before))):
+        unlike += names
+        if names:
+            lines.append(f"only in the {side}, or in another shape: {told(names)}")
+    readings = []
+    if unlike:
+        readings.append(measured("other-weights", unlike, len(set(unlike)), 0))
+    bad = [row["name"] for row in rows if row["nonfinite"]]
+    if bad:
+        readings.append(measured("nonfinite", bad, len(bad), 0, stage="start"))
     return rows, readings, lines
 
 
-def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
-    """Return the row of a tensor; nothing if its shapes differ."""
-    x = before.read[name]()
-    y = after.read[name]()
-    if x.shape != y.shape:
-        return []
+def _row(name: str, before: Tensors, after: Tensors) -> Row:
+    x = before.read(name)
+    y = after.read(name)
     dtypes = x.dtype, y.dtype
     dtype = max(dtypes, key=unit_of)
     if name in before.buffers | after.buffers or not y.is_floating_point():
@@ -186,67 +172,56 @@ def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
         "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
         **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
-    products = before.products | after.products
-    if name in products:
-        row["adapter_times"] = _difference(products[name], y.double() - x.double())["factor"]
+    layer = (before.adapted | after.adapted).get(name)
+    if layer is not None:
+        added = y.double() - x.double()
+        row["adapter_times"] = _difference(product_of(layer), added)["factor"]
         if row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
-    return [row]
+    return row
 
 
 def _difference(x: Tensor, y: Tensor) -> Row:
     """Return how far a tensor is from another one, and the multiple of that which is nearest."""
-    square = product = off = 0.0
+    sums = torch.zeros(3, dtype=torch.float64)
     differ = nonfinite = 0
     for first, second in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
         a = first.to(second.device).double()  # which holds values of every format
         b = second.double()
-        square += float(a @ a)
-        product += float(a @ b)
-        off += float((b - a).square().sum())
-        differ += int((a != b).sum())
-        bad = int((~b.isfinite()).sum())
-        if bad:
-            nonfinite += bad
-            differ -= int((a.isnan() & b.isnan()).sum())
+        off = b - a
+        sums += torch.stack([a @ a, a @ b, off @ off]).cpu()
+        differ += int(((a != b) & ~(a.isnan() & b.isnan())).sum())
+        nonfinite += int((~b.isfinite()).sum())
+    square, product, distance = sums.tolist()
     change = 0.0
-    if off:
-        change = math.sqrt(off / square) if square else math.inf
+    if distance:
+        change = math.sqrt(distance / square) if square else math.inf
     factor = product / square if square else 0.0
     return {"differ": differ, "nonfinite": nonfinite, "change": change, "factor": factor}
 
 
-def _readings(rows: list[Row]) -> Iterable[Reading]:
-    adapted = [row for row in rows if row["adapter_times"] is not None]
-    adapted.sort(key=lambda row: -abs(row["adapter_times"]))
-    if adapted and abs(adapted[0]["adapter_times"]) > KINDS["adapter-times"].bound:
-        names = [row["name"].removesuffix(".weight") for row in adapted]
-        yield measured("adapter-times", names, adapted[0]["adapter_times"], 0.0)
-    differing = [row["name"] for row in rows if row["differ"]]
-    if differing:
-        yield measured("other-weights", differing, rows[0]["change"], 0.0)
-    bad = [row["name"] for row in rows if row["nonfinite"]]
-    if bad:
-        yield measured("nonfinite", bad, len(bad), 0, stage="start")
-
-
-def _lines(rows: list[Row]) -> list[str]:
-    lines = []
+def _lines(rows: list[Row]) -> Iterator[str]:
     for dtype, count in Counter(row["dtype"] for row in rows).items():
-        lines.append(f"{counted(count, 'tensor')}: {dtype}")
+        yield f"{counted(count, 'tensor')}: {dtype}"
     values = sum(row["values"] for row in rows)
     differing = [row for row in rows if row["differ"]]
     share = sum(row["differ"] for row in differing) / max(1, values)
     equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
-    lines.append(f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}")
+    yield f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}"
     ones = [row["name"] for row in rows if row["is_one"]]
     if ones:
-        lines.append(f"vectors that are exactly 1: {len(ones)}, {told(ones)}")
+        yield f"vectors that are exactly 1: {len(ones)}, {told(ones)}"
     if differing:
-        columns = number_columns(
-            values="values", differ="differ", change="change", factor="factor",
-            nonfinite="nonfinite",
-        )  # fmt: skip
-        columns = (*name_columns(weights="name"), *columns)
-        lines += Table(columns, differing[:MOST_ROWS]).plain().splitlines()
-    return lines
+        keys = "values", "differ", "change", "factor", "nonfinite"
+        shown = {"weights": "name", **dict(zip(keys, keys, strict=True))}
+        yield from Table(differing[:MOST_ROWS], shown).plain().splitlines()
+
+
+def _of_adapters(rows: list[Row]) -> Iterator[str]:
+    """Yield how often the second model holds adapters more than the first."""
+    for row in rows:
+        times = row["adapter_times"] or 0.0
+        if abs(times) > MOST_TIMES:
+            words = f"adapters of {row['name']}: {times:+.3f} times more in the second"
+            yield f"{words} (+1: merged twice, -1: missing)"
+            return

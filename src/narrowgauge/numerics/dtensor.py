@@ -37,21 +37,13 @@ def local_of(tensor: Any) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
-    placements = [_summed(placement) for placement in tensor.placements]
-    local: Tensor = _placed(tensor, tuple(placements)).to_local()
-    return local
-
-
-def _summed(placement: Any) -> Any:
-    """Return the placement of the sum of parts: on every rank.
-
-    Return other placements unchanged.
-    """
-    if not placement.is_partial():
-        return placement
     from torch.distributed.tensor import Replicate
 
-    return Replicate()
+    placements = []
+    for placement in tensor.placements:
+        placements.append(Replicate() if placement.is_partial() else placement)
+    local: Tensor = _placed(tensor, tuple(placements)).to_local()
+    return local
 
 
 def _placed(tensor: Any, placements: tuple[Any, ...]) -> Any:
@@ -155,12 +147,9 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], [])}
     for tensor in tensors:
         groups = split_groups(tensor)
-        pairs.setdefault(_names(groups), (groups, []))[1].append(tensor)
+        names = tuple([group.group_name for group in groups])
+        pairs.setdefault(names, (groups, []))[1].append(tensor)
     return list(pairs.values())
-
-
-def _names(groups: Sequence[Any]) -> tuple[str, ...]:
-    return tuple([group.group_name for group in groups])
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:

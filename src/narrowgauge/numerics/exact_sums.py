@@ -185,10 +185,6 @@ class ExactSums:
         self._words = torch.zeros(len(_GRIDS), numel, dtype=torch.float64, device=device)
         self._num_addends = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._words.nbytes
-
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
         """Add a tensor ``[numel]``, or each row of ``[rows, numel]``, in bfloat16, float16 or

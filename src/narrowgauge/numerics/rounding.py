@@ -22,7 +22,7 @@ any other value. An infinity stays one. A finite value that rounds past the larg
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -149,6 +149,8 @@ def reciprocal(x: Tensor) -> Tensor:
 
     PyTorch 2.11 compiles ``Tensor.reciprocal`` for GPUs to an approximation.
     """
+    if x.is_cpu:
+        return x.reciprocal()
     return torch.ones_like(x) / x
 
 
@@ -191,7 +193,14 @@ def round_nearest(v: Tensor, row: Format) -> Tensor:
     if row.name == "float16":
         near = _nearest(v.clamp(2 * row.min, 2 * row.max), row)
         return torch.where(near.abs() > row.max, near * torch.inf, near)
-    return _nearest(v.clamp(row.min, row.max), row)
+    clamped = v.clamp(row.min, row.max)
+    if row.name in _CONVERTED and v.is_cpu and not is_traced():
+        # Two operations for eight, without the sign of zero, as there.
+        return clamped.to(getattr(torch, row.name)).float() + 0.0
+    return _nearest(clamped, row)
+
+
+_CONVERTED = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _nearest(v: Tensor, row: Format) -> Tensor:
@@ -249,45 +258,35 @@ def round_to(
     seed: int | Tensor | None = None,
     saturate: bool = False,
 ) -> Tensor:
-    """Round the values of ``x`` to a number format, in float32.
+    """Round the values of ``x`` to a number format, in float32 and without gradient.
 
-    Every result is a value of the format, and a value of the format is unchanged. Other values:
+    * ``nearest``: ties go to the even mantissa. Ties of a scale go up, as do all values between its
+      two smallest powers.
+    * ``stochastic``: one of the two neighbours. The mean is the value, to 2^-30 of an ulp. The random
+      bits are a hash of ``seed`` (an int, or a 0-d integer tensor, which does not recompile), the
+      element's logical index and its bits.
+    * A value past the largest becomes infinity if the format has one, else NaN if it has that, else
+      the end of the range. ``saturate=True`` gives the end of the range in every format.
+    * NaN becomes the quiet NaN, or 0 in a format without NaN. A zero keeps its sign.
+    * A scale (``float8_e8m0fnu``) has nothing at or below zero: NaN, or with ``saturate`` its
+      smallest power.
 
-    * ``nearest``: Ties go to the even mantissa. A scale has no mantissa: its ties go up, as do all values between its two
-      smallest powers. PyTorch and ml_dtypes do the same.
-    * ``stochastic``: Take one of the two neighbours. The mean is the value, to 2^-30 of an ulp. The random bits are a hash of
-      the seed, the element's logical index and its bits.
-    * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it
-      has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives
-      the end of the range in every format. PyTorch 2.13 saturates ``float8_e4m3fn``, ml_dtypes does not.
-    * NaN: It becomes the quiet NaN. In a format without NaN it becomes 0. A scale of such codes must carry the NaN.
-    * A zero, or a value that rounds to zero, keeps its sign if the format has −0.
-    * A scale (``float8_e8m0fnu``) has nothing at or below zero. Such values overflow to NaN, or with ``saturate`` to its
-      smallest power. A smaller positive value becomes the smallest power.
-
-    Args:
-        x: floating-point tensor of any shape. Float64 is rounded once, not through float32.
-        format: a format that float32 can hold, or its name.
-        rounding: see above.
-        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor. A new
-            int recompiles compiled code, a new tensor does not.
-        saturate: see overflow.
-    Returns:
-        float32 tensor shaped like ``x``, without gradient.
     Raises:
         FormatError: the format is float64, or the rounding or seed is missing.
-    Cost: one pass, about 20 operations an element, 40 if stochastic. Eager, each makes a temporary.
     Source: IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2; Croci et al. 2022 (10.1098/rsos.211631).
     Example:
         >>> round_to(torch.tensor([0.1, 460.0, 1000.0]), "float8_e4m3fn")
         tensor([1.0156e-01, 4.4800e+02,        nan])
     """
     row = get_format(format)
-    _check(row, rounding, seed)
+    if row.name == "float64" or (rounding, seed is None) not in _ROUNDINGS:
+        raise FormatError(
+            f"Cannot round to {row.name} by {rounding!r} with the seed {seed}.",
+            "Round to a format that float32 holds, to 'nearest', or 'stochastic' with seed=.",
+        )
     values = x.detach().double()
     magnitude = values.abs()
     negative = values.signbit()
-    is_nan = values.isnan()
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
@@ -299,14 +298,25 @@ def round_to(
     else:
         count = steps.floor()
         count = count + (steps - count >= 1 - _uniform(x, seed))
-    rounded = _fit(count * _power(step), magnitude, negative, row, saturate)
-    rounded = torch.where(is_nan, math.nan if row.nans else 0.0, rounded)
+    rounded = count * _power(step)
+    lowest = -row.min if row.signed else 0.0
+    limit = torch.where(negative, lowest, row.max).double()
+    outside = limit
+    if not saturate and row.nans:
+        outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
+    rounded = torch.where(rounded > limit, outside, rounded)
+    if not row.signed:
+        least = row.min if saturate else math.nan
+        rounded = rounded.clamp(min=row.min).where(~negative & (magnitude != 0), least)
+    rounded = torch.where(values.isnan(), math.nan if row.nans else 0.0, rounded)
+    has_sign = negative & ~values.isnan() & ((rounded > 0) | row.negative_zero)
     if row.signed:
-        has_sign = negative & ~is_nan & ~rounded.isnan() & ((rounded > 0) | row.negative_zero)
         rounded = torch.where(has_sign, -rounded, rounded)
     return quiet(rounded.float())
 
 
+_ROUNDINGS = (("nearest", True), ("nearest", False), ("stochastic", False))
+"""Roundings, and whether they come without a seed."""
 _LARGEST_STEP = 200
 """A larger value overflows in every format. Its power of two is still a float64."""
 
@@ -315,56 +325,19 @@ def _power(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _fit(
-    rounded: Tensor, magnitude: Tensor, negative: Tensor, row: Format, saturate: bool
-) -> Tensor:
-    """Replace magnitudes outside the format's range."""
-    limit = torch.where(negative, -row.min if row.signed else 0.0, row.max).double()
-    outside = limit
-    if not saturate and row.nans:
-        outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
-    rounded = torch.where(rounded > limit, outside, rounded)
-    if not row.signed:
-        nothing_below = negative | (magnitude == 0)
-        least = row.min if saturate else math.nan
-        rounded = torch.where(nothing_below, least, rounded.clamp(min=row.min))
-    return rounded
-
-
 def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
-    """Return a uniform number of 31 bits in [0, 1) for each element.
-
-    Hash the seed, its index and its bits.
-    """
-    if not isinstance(seed, Tensor):
-        seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=x.device)
-    seed = _low_word(seed.to(x.device, torch.int64))
+    """Return a uniform number of 31 bits in [0, 1) for each element, of its seed, index and bits."""
+    word = _low_word(torch.as_tensor(seed, dtype=torch.int64, device=x.device))
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
-    place = random_bits(_low_word(index ^ ((index >> 32) * 0x9E3779B1)), seed)
     if x.dtype is torch.float64:
-        bits = x.detach().contiguous().view(torch.int64)
-        bits = _low_word(bits ^ (bits >> 32))
+        wide = x.detach().contiguous().view(torch.int64)
+        bits = _low_word(wide ^ (wide >> 32))
     else:
         bits = bits_of(x.detach().float())
-    return (random_bits(place ^ bits, seed) & MAGNITUDE).double() * 2.0**-31
+    place = random_bits(_low_word(index), word)
+    return (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
 
 
 def _low_word(x: Tensor) -> Tensor:
-    # Bring it into int32's range first: compilers convert values outside differently.
+    # Within int32's range before it is converted: compilers convert values outside differently.
     return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
-
-
-def _check(row: Format, rounding: str, seed: int | Tensor | None) -> None:
-    if rounding not in get_args(Rounding):
-        raise FormatError(
-            f"Cannot round by {rounding!r}.", f"Use one of {', '.join(get_args(Rounding))}."
-        )
-    if row.name == "float64":
-        raise FormatError(
-            "Cannot round to float64: the result is float32, which does not hold its values.",
-            "Use x.double().",
-        )
-    if rounding == "stochastic" and seed is None:
-        raise FormatError(
-            "Cannot round stochastically without a seed.", "Give seed=, new in each step."
-        )

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.machine import multiplies
-from narrowgauge.torch_support.torch_names import is_traced, is_transformed
+from narrowgauge.torch_support.torch_names import is_traced
 
 EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
@@ -47,10 +46,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
             bias = bias.to(x.dtype)
         return F.linear(x, weight, bias)
-    if is_transformed():  # transforms of torch.func do not take a custom operator
-        if bias is not None:
-            bias = bias.float()
-        return F.linear(x.float(), weight.float(), bias).to(x.dtype)
     y: Tensor = multiply_plain(x.reshape(-1, x.shape[-1]), weight.t(), bias, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -69,13 +64,7 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
         return torch.addmm(x, a, b, beta=beta, alpha=alpha)
-    wide = b.float()
-    result = torch.empty_like(x)
-    results = row_pieces(result)
-    sizes = [len(rows) for rows in results]
-    for rows, x_rows, a_rows in zip(results, x.split(sizes), a.split(sizes), strict=True):
-        rows.copy_(torch.addmm(x_rows.float(), a_rows.float(), wide, beta=beta, alpha=alpha))
-    return result
+    return torch.addmm(x.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(x.dtype)
 
 
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,81 +20,55 @@ from narrowgauge.optim.norm import SquaresTable, sums_on
 from narrowgauge.torch_support.torch_names import to_device
 
 
-class Decision(NamedTuple):
-    """Say what a step does with its gradients.
-
-    ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``. ``norm`` is the norm of all
-    unscaled gradients, if it is used.
-    """
-
-    control: Tensor
-    norm: Tensor | None
-
-
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     """Compute the factor of the gradients and whether to skip the step; return float32 ``[3]``.
 
     The result holds: the factor, 1 to skip, and the norm of the unscaled gradients. ``options``
-    are four float32, 0-d: ``max_norm`` and ``skip_above``, which may be infinite, the loss scale,
-    and ``found_inf`` of ``torch.amp.GradScaler``, which is not 0 if it found a gradient that is
-    not finite.
+    are three float32, 0-d: ``max_norm``, which may be infinite, the loss scale, and ``found_inf``
+    of ``torch.amp.GradScaler``, which is not 0 if it found a gradient that is not finite.
     """
-    max_norm, skip_above, grad_scale, found_inf = options
+    max_norm, grad_scale, found_inf = options
     scale = reciprocal(grad_scale)
     unscaled = norm / grad_scale
     finite = norm.isfinite()
     clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
-    skip = (found_inf != 0) | ~finite | (unscaled > skip_above)
+    skip = (found_inf != 0) | ~finite
     scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)
     return torch.stack([scale, skip.to(scale.dtype), unscaled])
 
 
-class StepControl:
-    """Decide for each step the factor of the gradients and whether to skip."""
+@torch.no_grad()
+def step_control(
+    gradients: Sequence[Tensor], tables: dict[torch.device, SquaresTable] | None, *,
+    max_norm: float | None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the scalars of ``CONTROL``, float32 ``[2]``, and the norm of all unscaled gradients if
+    it is used. Then a step whose norm is not finite is skipped.
 
-    def __init__(self) -> None:
-        self._table: SquaresTable | None = None
-
-    @torch.no_grad()
-    def __call__(
-        self, gradients: Sequence[Tensor], *, has_kernel: bool, max_norm: float | None, skip_above: float,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    ) -> Decision:  # fmt: skip
-        """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
-
-        Args:
-            gradients: on one device.
-            has_kernel: whether a kernel may compute the norm.
-            max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not
-                clip.
-            grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
-                found a gradient that is not finite; 0-d.
-        """
-        needs_norm = max_norm is not None or skip_above < math.inf
-        if max_norm is None:
-            max_norm = math.inf
-        device = local_of(gradients[0]).device
-        values = [1.0, 0.0, max_norm, skip_above]
-        limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
-        if not needs_norm and grad_scale is found_inf is None:
-            return Decision(limits[:2], None)
+    Args:
+        gradients: on one device.
+        tables: of the kernels that compute norms, kept between steps; ``None`` uses no kernel.
+        max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
+        grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a
+            gradient that is not finite; 0-d.
+    """
+    device = local_of(gradients[0]).device
+    values = [1.0, 0.0, math.inf if max_norm is None else max_norm]
+    limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
+    if max_norm is grad_scale is found_inf is None:
+        return limits[:2], None
+    scale, is_bad, limit = limits.unbind()
+    norm = torch.zeros_like(limit)
+    if max_norm is not None:
         table = None
-        if has_kernel and needs_norm and sums_on(gradients):
-            table = self._table_of(device)
-        norm = limits.new_zeros(())
-        if needs_norm:
-            norm = sqrt(exact_squares(gradients, table=table)).float()
-        no_scale, no_inf, *options = limits.unbind()
-        for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
-            if scalar is None:
-                scalar = default
-            options.append(scalar.to(default).view(()))
-        control, unscaled = decide(norm, options).split([2, 1])
-        if not needs_norm:
-            return Decision(control, None)
-        return Decision(control, unscaled.view(()))
-
-    def _table_of(self, device: torch.device) -> SquaresTable:
-        if self._table is None or self._table.programs.device != device:
-            self._table = SquaresTable(device)
-        return self._table
+        if tables is not None and sums_on(gradients):
+            if device not in tables:
+                tables[device] = SquaresTable(device)
+            table = tables[device]
+        norm = sqrt(exact_squares(gradients, table=table)).float()
+    if grad_scale is not None:
+        scale = grad_scale.to(limit).view(())
+    if found_inf is not None:
+        is_bad = found_inf.to(limit).view(())
+    decision = decide(norm, (limit, scale, is_bad))
+    return decision[:2], decision[2] if max_norm is not None else None

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ def run(state: LocalState, numbers: Numbers) -> None:
 
 def run_compiled(state: LocalState, numbers: Numbers) -> None:
     """Step in place as :func:`run` does, by compiled code."""
-    step = compiled(step_words(state.kernel.rule, state.storage), _place_of(state))
+    step = compiled(step_words(state.kernel.rule, state.storage))
     # Else the bits of a code would be symbols, as sizes are.
     with torch._dynamo.config.patch(specialize_int=True):
         _walk(state, numbers, step, AT_ONCE)
@@ -133,13 +132,9 @@ def new_bounds(span: Span, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]
 def why_not_compiled(states: Sequence[LocalState], is_asked: bool) -> str:
     """Return why the definition of states runs uncompiled, or an empty string."""
     count = sum(state.parameter.numel() for state in states)
-    if _place_of(states[0]) == "cpu" and count < COMPILE_ELEMENTS and not is_asked:
+    if states[0].parameter.is_cpu and count < COMPILE_ELEMENTS and not is_asked:
         return f"{count:,} elements, and no kernel is written for the rule or storage"
     return ""
-
-
-def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:
-    return "cpu" if state.parameter.is_cpu else "gpu"
 
 
 def average_gradient(state: LocalState, numbers: Numbers) -> None:

@@ -43,7 +43,6 @@ def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
             "Only Adam's have a counterpart.",
         )
     defaults = kind([torch.zeros(1)]).state_dict()["param_groups"][0]
-    defaults["maximize"] = optimizer.maximize
     states: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0

@@ -20,9 +20,6 @@ biases begin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,6 +27,7 @@ from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import is_sharded, local_of, place_along
 from narrowgauge.numerics.hashing import named_seed
 from narrowgauge.numerics.rounding import random_bits
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.values import store_low_bits
 from narrowgauge.spec.storages import Storage
 
@@ -75,12 +73,15 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def fill_states(states: Mapping[Any, str], seed: int) -> None:
-    """Fill the low bits of new states, each with the name of its parameter."""
-    for state, name in states.items():
+def fill_state(state: LocalState, seed: int, name: str) -> None:
+    """Fill the low bits of a new state of the parameter with a name."""
+    if not has_low_bits(state.storage):
+        return
+    if state.owner.ndim < 2:
         seen = state.parameter.detach().float().reshape(-1)
-        stays = torch.equal(seen.square(), seen.abs())
+        is_plain = torch.equal(seen.square(), seen.abs())
         if not is_sharded(state.owner):
-            stays |= torch.equal(seen[1:], seen[:-1])
-        if has_low_bits(state.storage) and not (stays and state.owner.ndim < 2):
-            store_low_bits(state, random_of(state.owner, seed, name))
+            is_plain |= torch.equal(seen[1:], seen[:-1])
+        if is_plain:
+            return
+    store_low_bits(state, random_of(state.owner, seed, name))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,18 +21,18 @@ from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sen
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import StepControl
+from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
-from narrowgauge.optim.low_bits import fill_states, has_low_bits, lacks_low_bits
+from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
+from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
     KEPT,
     ROUNDED,
+    batch_norm_parameters,
     float32_row,
     is_shared_by_ranks,
-    keep_none,
-    keeping_statistics,
     refuse_shared_memory,
     round_in_place,
 )
@@ -69,12 +68,12 @@ class Optimizer(torch.optim.Optimizer):
             module, whose batch norms then stay float32. A group
             may set ``storage``. If the optimizer has a matrix rule, a group may set
             ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
-            storage's visible format, and the storage keeps the bits that this cuts. Parameters in
-            another format are stored in its counterpart: those that stay float32 in ``float32``.
-            ``rounded`` names those that were rounded.
+            storage's visible format, and the storage keeps the bits that this cuts: put those that
+            stay float32 into a group with ``storage="float32"``. Parameters in another format are
+            stored in its counterpart. ``rounded`` names those that were rounded.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
-        storage: a name in ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
+        storage: a name in ``narrowgauge.spec.STORAGES``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip.
             With it, a step whose norm is not finite changes nothing. ``num_skipped`` counts such
             steps.
@@ -85,12 +84,6 @@ class Optimizer(torch.optim.Optimizer):
         low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low
             bits that are known stay.
-        keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
-        like: an earlier optimizer of the same parameters, whose stored weights this one begins
-            with: in a new phase, or a notebook's cell that runs again.
-        maximize: step along the gradient, not against it.
-        flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` and ``capturable`` may be false.
-            ``fused`` and ``foreach`` ask for what is done.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its
@@ -99,73 +92,53 @@ class Optimizer(torch.optim.Optimizer):
 
     grad_norm: Tensor | None = None
     last_control: Tensor | None = None
-    last_audit: Tensor | None = None
     loss_scale: Tensor | None = None  # that of the last step, if there was one
-    # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each
-    # step.
-    skip_above = math.inf
     num_skipped = 0
     # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
     reduction: Any = None
     # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
     scales_loss = False
-    _model: Callable[[], nn.Module | None]
     _stepped = False
+    _is_complete = False
     _uncompiled: Callable[..., Any] | None = None
     # Whether the last step was skipped, while this is on a device, and its counts of steps.
     _pending: tuple[HostCopy | None, list[Tensor]] | None = None
-    # The visible format of each parameter to be rounded, until all groups are checked.
-    _to_round: dict[Tensor, str] | None = None
 
     def __init__(
-        self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
+        self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str = "word",
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
-        low_bits: str = "random", maximize: bool | None = False,
-        keep_float32: Callable[[str, Tensor], bool] | None = None, like: Optimizer | None = None,
-        **flags: bool | None,
+        low_bits: str = "random",
     ) -> None:  # fmt: skip
-        unknown = flags.keys() - {*validation.FLAGS, "fused", "foreach"}
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'"
-            )
-        validation.check_options({**defaults, **flags}, rule)
+        validation.check_options(defaults, rule)
         require_number("lr", defaults["lr"])
         require_number("audit_every", audit_every, is_whole=True)
         # Infinity never clips, but skips steps with a non-finite norm.
         if max_grad_norm not in (None, math.inf):
             require_number("max_grad_norm", max_grad_norm, is_open=True)
         self._begin()
+        self._stays_float32: set[Tensor] = set()
         if isinstance(params, nn.Module):
-            keep_float32 = keeping_statistics(params, keep_float32 or keep_none)
-            self._model = weakref.ref(params)
+            self._stays_float32 = batch_norm_parameters(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
         self.kernels = Kernels(rule)
         self.compile = compile
         self.max_grad_norm = max_grad_norm
         self.audit_every = audit_every
-        self.keep_float32 = keep_float32 or keep_none
-        self.maximize = bool(maximize)
-        formats: dict[Tensor, str] = {}
-        self._to_round = formats
-        options = {"storage": storage or "word", "seed": seed, "low_bits": low_bits}
+        self._to_round: dict[Tensor, str] = {}  # their visible formats
+        options = {"storage": storage, "seed": seed, "low_bits": low_bits}
         super().__init__(params, {**defaults, **options})
-        self._to_round = None
-        self._round(formats)
-        if like is not None:
-            known = set(like._parameters()) & set(self._parameters())
-            narrow = [p for p in known if has_low_bits(self.storage_of(p))]
-            self.adopt({p: like.stored(p) for p in narrow})
+        self._is_complete = True
+        self._round()
 
     def _begin(self) -> None:
         """Set what an optimizer or a copy of one begins with."""
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
-        self._model = lambda: None
+        self._names: dict[Tensor, str] = {}
         self._tables: dict[Kernel, Table] = {}
-        self._control = StepControl()
+        self._norm_tables: dict[torch.device, SquaresTable] = {}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -189,18 +162,12 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # A repeated weight is one parameter, under its first name. Torch has warned of it.
-        first: dict[Tensor, int] = {}
-        for place, parameter in enumerate(group["params"]):
-            first.setdefault(parameter, place)
-        for key in {"params", "param_names"} & group.keys():
-            group[key] = [group[key][place] for place in first.values()]
         try:
             require_float64(group["params"])
             validation.check_options(group, self.rule)
             validation.check_vectors(group, self.rule)
-            names = self.parameter_names()
-            to_round = self.kernels.formats_of_rounding(group, names, self.keep_float32)
+            refuse_shared_memory(self._parameters())
+            to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
@@ -210,23 +177,31 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient
                     self.kernels.pair_of(group, parameter, to_round.get(parameter))
-            if to_round:
-                refuse_shared_memory(self._parameters(), to_round)
         except Exception:
             self.param_groups.pop()
             raise
-        if self._to_round is None:
-            self._round(to_round)
-        else:
-            self._to_round |= to_round
+        self._to_round |= to_round
+        if self._is_complete:  # else all groups are checked first
+            self._round()
 
-    def _round(self, formats: Mapping[Tensor, str]) -> None:
+    def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
+        """Return the visible format of each parameter of a group that is to be rounded to one."""
+        formats: dict[Tensor, str] = {}
+        for parameter in group["params"]:
+            visible = self.kernels.row_of(group, parameter).visible
+            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
+            if is_wide and visible != "float32" and parameter not in self._stays_float32:
+                formats[parameter] = visible
+        return formats
+
+    def _round(self) -> None:
         """Round float32 parameters in place, and store the values that they had."""
-        if not formats:
-            return
         values: dict[Tensor, Tensor] = {}
-        for parameter, visible in formats.items():
+        for parameter, visible in self._to_round.items():
             values |= round_in_place([parameter], visible)
+        self._to_round = {}
+        if not values:
+            return
         self.adopt(values)
         names = self.parameter_names()
         self.rounded += [names[parameter] for parameter in values]
@@ -268,14 +243,10 @@ class Optimizer(torch.optim.Optimizer):
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``,
         ``"param 1"`` …
         """
-        return self._names_by(self._model())
+        return self._names_by(self._names)
 
-    def _names_by(self, model: nn.Module | None) -> dict[Tensor, str]:
+    def _names_by(self, of_model: Mapping[Tensor, str]) -> dict[Tensor, str]:
         """Return the passed names, else those of a model, else the places of the parameters."""
-        of_model: dict[Any, str] = {}
-        if model is not None:
-            for name, parameter in model.named_parameters():
-                of_model[parameter] = plain_name(name)
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
             passed = group.get("param_names") or [""] * len(group["params"])
@@ -285,7 +256,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def name_parameters(self, model: nn.Module) -> None:
         """Use a model's names for unnamed parameters."""
-        self._model = weakref.ref(model)
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = plain_name(name)
 
     # ── states ────────────────────────────────────────────────────────────────────────────────────
 
@@ -356,25 +328,21 @@ class Optimizer(torch.optim.Optimizer):
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
         if group["low_bits"] == "random":
-            names = self._names_by(None)
-            unfilled = {}
+            names = self._names_by({})
             for p in parameters:
-                unfilled[self.kernels.local_part(group, p, self.state[p])] = names[p]
-            fill_states(unfilled, group["seed"])
+                state = self.kernels.local_part(group, p, self.state[p])
+                fill_state(state, group["seed"], names[p])
 
     def make_missing(
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        missing = [parameter for parameter in parameters if not self.has_state(parameter)]
-        if not missing:
-            return
-        refuse_shared_memory([*missing, *[p for p in self._parameters() if p in self.state]])
+        missing = [p for p in parameters if "step" not in self.state.get(p, ())]
         for parameter in missing:
             state = self.kernels.new_state(group, parameter)
             state.update(self.state.get(parameter, {}))  # notes of other code
             self.state[parameter] = state
-        if fills:
+        if missing and fills:
             self._fill(group, missing)
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -453,8 +421,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
-        for group in self.param_groups:
-            validation.check_options(group, self.rule)
         if not self._stepped:
             names = self.parameter_names()
             validation.check_seeds(self.param_groups, names)
@@ -473,21 +439,14 @@ class Optimizer(torch.optim.Optimizer):
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        if self.scales_loss and found_inf is None:
-            validation.refuse_unscaled(gradients)
         for kernel in self.kernels.used.values():
             kernel.how_it_ran = None
-        decision = self._control(
-            gradients, has_kernel=self.compile is not False,
-            max_norm=self.max_grad_norm, skip_above=self.skip_above,
-            grad_scale=self.loss_scale, found_inf=found_inf,
+        tables = None if self.compile is False else self._norm_tables
+        control, norm = step_control(
+            gradients, tables, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf
         )  # fmt: skip
-        control = decision.control
-        if decision.norm is not None:
-            self.grad_norm = decision.norm
-        if self.maximize:
-            scale, skip = control.split(1)
-            control = torch.cat([-scale, skip])
+        if norm is not None:
+            self.grad_norm = norm
         self.last_control = control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
@@ -495,7 +454,7 @@ class Optimizer(torch.optim.Optimizer):
         counts = [state.entry["step"] for state in states]
         torch._foreach_add_(counts, 1)
         skip = None
-        if decision.norm is not None or found_inf is not None:
+        if norm is not None or found_inf is not None:
             skip = HostCopy(control[1])
         self._pending = skip, counts
         if control.is_cpu:  # which has nothing to wait for
@@ -510,7 +469,6 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
             if gradient is not None:
-                validation.check_gradient(parameter, gradient)
                 if gradient.dtype not in (parameter.dtype, torch.float32):
                     gradient = gradient.float()
                 pairs[parameter] = gradient
@@ -519,8 +477,11 @@ class Optimizer(torch.optim.Optimizer):
         states = []
         for parameter, gradient in pairs.items():
             state = self.kernels.local_part(group, parameter, self.state[parameter])
+            local = local_of(gradient)
+            if local.layout is not torch.strided or local.shape != state.parameter.shape:
+                validation.refuse_gradient(parameter, gradient)
             # A kernel reads memory: a negative view must hold its values.
-            state.gradient = local_of(gradient).resolve_neg()
+            state.gradient = local.resolve_neg()
             states.append(state)
         return states
 
@@ -532,17 +493,13 @@ class Optimizer(torch.optim.Optimizer):
             return
         skip, counts = self._pending
         self._pending = None
-        self.last_audit = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
             torch._foreach_add_(counts, -1)
             self.auditor.fresh.clear()
-            return
-        self.last_audit = self.auditor.collect()
-        if self.last_audit is not None:
-            alarms = self.auditor.alarms(self.parameter_names, self.storage_of)
-            if alarms:
-                self.on_alarm(alarms)
+        alarms = self.auditor.collect(self.parameter_names)
+        if alarms:
+            self.on_alarm(alarms)
 
     # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
@@ -608,5 +565,5 @@ class Optimizer(torch.optim.Optimizer):
 
 _COPIED = (
     "state", "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "scales_loss",
-    "keep_float32", "maximize", "num_skipped", "skip_above", "rounded",
+    "num_skipped", "rounded", "_stays_float32", "_to_round", "_is_complete",
 )  # fmt: skip

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
@@ -19,7 +18,6 @@ from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import refuse_pair
-from narrowgauge.torch_support.machine import require_float64
 
 Group = dict[str, Any]
 
@@ -96,25 +94,11 @@ class Kernels:
 
     def new_state(self, group: Group, parameter: Tensor) -> State:
         """Return a state of zeros under a group's options, with the parameter as its master."""
-        require_float64([parameter])
         kernel = self.kernel_of(group, parameter)
         extras = extras_of(kernel.rule, parameter.shape, group)
         state = new_state(parameter, kernel, extras)
         begin(LocalState(parameter, state, kernel, extras))
         return state
-
-    def formats_of_rounding(
-        self, group: Group, names: Mapping[Tensor, str], keep_float32: Callable[[str, Tensor], bool]
-    ) -> dict[Tensor, str]:
-        """Return the visible format of each parameter of a group that is to be rounded to one."""
-        formats: dict[Tensor, str] = {}
-        for parameter in group["params"]:
-            validation.check_real(parameter)
-            visible = self.row_of(group, parameter).visible
-            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
-            if is_wide and visible != "float32" and not keep_float32(names[parameter], parameter):
-                formats[parameter] = visible
-        return formats
 
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]

@@ -66,26 +66,15 @@ def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             module.running_var = cast(module.running_var)
 
 
-def keep_none(name: str, parameter: Tensor) -> bool:
-    """Say that no parameter stays in float32."""
-    return False
-
-
-def keeping_statistics(
-    model: nn.Module, keep_float32: Callable[[str, Tensor], bool]
-) -> Callable[[str, Tensor], bool]:
-    """Return a ``keep_float32`` that also keeps batch norms with running statistics in float32:
-    PyTorch multiplies one format only.
+def batch_norm_parameters(model: nn.Module) -> set[Tensor]:
+    """Return the parameters of batch norms with running statistics, which stay in float32: PyTorch
+    multiplies one format only.
     """
-    kept: set[Tensor] = set()
+    parameters: set[Tensor] = set()
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            kept |= set(module.parameters(recurse=False))
-
-    def keeps(name: str, parameter: Tensor) -> bool:
-        return parameter in kept or keep_float32(name, parameter)
-
-    return keeps
+            parameters.update(module.parameters(recurse=False))
+    return parameters
 
 
 def rounded(values: Tensor, visible: str) -> Tensor:
@@ -114,8 +103,8 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
 
 
 ROUNDED = (
-    "Rounded {:,} float32 weights in place to the format of {}. To keep some in float32, pass "
-    "keep_float32=, or a param group with storage='float32'. Train under autocast. For averages take "
+    "Rounded {:,} float32 weights in place to the format of {}. To keep some in float32, put them "
+    "into a param group with storage='float32'. Train under autocast. For averages take "
     "ng.AveragedModel; round reference models too, by ng.cast_parameters."
 )
 KEPT = (
@@ -145,28 +134,14 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
     return STORAGES["float32" if is_wide else "float32-states8"]
 
 
-def refuse_shared_memory(parameters: Iterable[Tensor], rounded: Iterable[Tensor] = ()) -> None:
-    """Refuse parameters that begin at one address, or expand one element.
-
-    One that is ``rounded`` takes memory of its own, and shares none with another.
-    """
-    narrow = set(rounded)
+def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters that begin at one address: rounded ones would be tied no more."""
     owners: dict[int, Tensor] = {}
     for parameter in parameters:
         local = local_of(parameter.detach())
-        if not local.numel():
-            continue
-        memory = local.untyped_storage() if narrow else local
-        twin = owners.setdefault(memory.data_ptr(), parameter)
-        is_alone = twin is parameter or (narrow and narrow.isdisjoint((twin, parameter)))
-        is_expanded = not narrow or parameter in narrow
-        is_expanded &= any(
-            n > 1 and s == 0 for n, s in zip(local.shape, local.stride(), strict=True)
-        )
-        if is_expanded or not is_alone:
+        if local.numel() and owners.setdefault(local.data_ptr(), parameter) is not parameter:
             raise RecipeError(
-                f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements "
-                "share their memory, or another parameter has it too.",
-                "Tie modules by one Parameter (output.weight = embedding.weight), expand in the "
-                "forward pass, or keep parts of one tensor in float32: keep_float32=.",
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} because another "
+                "parameter has its memory.",
+                "Tie modules by one Parameter: output.weight = embedding.weight.",
             )

@@ -1,6 +1,6 @@
 """Checks of the optimizer: options out of range, parameters and gradients in the wrong format.
 
-The options of a rule are checked when a param group is added, loaded and stepped.
+The options of a rule are checked when a param group is added or loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.parameter_formats import is_shared_by_ranks
@@ -27,25 +26,19 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.torch_support.torch_names import default_store, is_captured
 
-FLAGS = {
-    "amsgrad": "Leave it out.",
-    "differentiable": "Leave it out.",
-    "capturable": "Leave it out.",
-    "maximize": "Pass it to the optimizer: it applies to all groups.",
-    "max_grad_norm": "Pass it to the optimizer: it applies to all groups. With "
-    "ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
-}
-"""Options that a param group does not have, and what to do. They may be false or ``None``."""
-
 
 def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey.
 
     A negative ``lr`` passes: a schedule may end slightly below 0.
     """
-    for name, advice in FLAGS.items():
+    for name in ("amsgrad", "maximize", "max_grad_norm"):
         if group.get(name):
-            raise RecipeError(f"Cannot set {name} = {group[name]} in a param group.", advice)
+            raise RecipeError(
+                f"Cannot set {name} = {group[name]} in a param group.",
+                "Leave it out: max_grad_norm= is the optimizer's, for all groups. With "
+                "ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
+            )
     require_choice("low_bits", group.get("low_bits", "random"), LOW_BITS)
     rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
     require_choice("rule", group.get("rule", rule.name), rules)
@@ -139,41 +132,17 @@ def check_seeds(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]
         )
 
 
-def check_real(parameter: Tensor) -> None:
-    """Refuse a parameter without values."""
-    if parameter.is_meta:
-        raise RecipeError(
-            "Cannot store a parameter on the meta device.",
-            "Give the model its memory (to_empty) and values first, and build the optimizer after.",
-        )
-
-
-def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+def refuse_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Refuse a gradient that no kernel takes. Autograd keeps shapes equal until ``.data`` is another
     tensor.
     """
-    is_alike = is_sharded(gradient) == is_sharded(parameter)
-    if gradient.is_sparse or not is_alike or gradient.shape != parameter.shape:
-        raise RecipeError(
-            f"Cannot step a {type(parameter).__name__} of shape {tuple(parameter.shape)} because its "
-            f"gradient is a {type(gradient).__name__} of {gradient.layout} and shape "
-            f"{tuple(gradient.shape)}.",
-            "Build embeddings with sparse=False, distribute both alike (parallelize_module), and drop "
-            "gradients when a parameter is resized.",
-        )
-
-
-def refuse_unscaled(gradients: Iterable[Tensor]) -> None:
-    """Refuse float16's gradients of a loss that nobody scaled.
-
-    Distributed checkpoints make a state by a step with zero gradients, which have any scale.
-    """
-    if any(bool(local_of(gradient).any()) for gradient in gradients):
-        raise RecipeError(
-            "Cannot step because nobody scaled the loss, and small gradients are zero in float16.",
-            "Make scaler = torch.amp.GradScaler(device), and call scaler.scale(loss).backward(), "
-            "scaler.step(optimizer), scaler.update(). Or take a bfloat16 recipe.",
-        )
+    raise RecipeError(
+        f"Cannot step a {type(parameter).__name__} of shape {tuple(parameter.shape)} because its "
+        f"gradient is a {type(gradient).__name__} of {gradient.layout} and shape "
+        f"{tuple(gradient.shape)}.",
+        "Build embeddings with sparse=False, distribute both alike (parallelize_module), and drop "
+        "gradients when a parameter is resized.",
+    )
 
 
 def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> None:

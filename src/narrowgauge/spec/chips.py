@@ -63,12 +63,9 @@ class Chip:
         for row in fields(self):
             value = getattr(self, row.name)
             is_whole = row.type.startswith("int")
-            if value is None or (row.name == "link_gb_per_second" and value == 0):
-                continue
-            if is_whole or row.type.startswith("float"):
-                require_number(
-                    row.name, value, int(is_whole), is_whole=is_whole, is_open=not is_whole
-                )
+            is_number = is_whole or row.type.startswith("float")
+            if is_number and value is not None and (row.name, value) != ("link_gb_per_second", 0):
+                require_number(row.name, value, is_whole=is_whole, is_open=True)
         for format, rate in self.peak_tflops.items():
             require_number(f"peak_tflops.{format}", rate, is_open=True)
 
@@ -143,10 +140,11 @@ def get_chip(name: str) -> Chip:
         ChipError: no chip has that name, or several match the prefix.
     """
     plain = _plain(name)
-    begin = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
-    exact = [chip for chip in begin if _plain(chip) == plain]
-    whole = [chip for chip in begin if chip.lower().startswith(f"{name.strip().lower()}-")]
-    matches = exact or whole or begin
+    matches = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
+    whole = [chip for chip in matches if chip.lower().startswith(f"{name.strip().lower()}-")]
+    if plain in map(_plain, matches):
+        whole = [chip for chip in matches if _plain(chip) == plain]
+    matches = whole or matches
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:

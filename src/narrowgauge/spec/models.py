@@ -1,4 +1,4 @@
-"""The preset models: names, shapes, parameter counts and usual learning rates.
+"""The preset models: names, shapes and parameter counts.
 
 A preset is the shape of a decoder. Its family's Hugging Face class draws the weights, so nothing is
 downloaded. The small Llamas are Narrowgauge's. They are named by size, and their matrices suit
@@ -9,7 +9,6 @@ shapes.
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,16 +135,3 @@ def refuse_own_code(folder: Path) -> None:
             "executed.",
             "If transformers has a class for its model_type, remove auto_map from a copy of it.",
         )
-
-
-LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
-"""The trainer's peak learning rate by number of parameters, below each bound.
-
-Up to 100 million: rates at which small Llamas on source text are stable with every storage; above:
-the published rates (GPT-3, arXiv 2005.14165, table 2.1).
-"""
-
-
-def usual_rate(num_parameters: int) -> float:
-    """Return the usual peak learning rate of a model of this many parameters."""
-    return next(rate for bound, rate in LEARNING_RATES if num_parameters < bound)

@@ -163,17 +163,18 @@ def width_of(group: Word) -> int:
 
 def packed(fields: Word) -> Words:
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone. The others
-    share one word, or leave the first (the tail) alone, since other kernels read it, or are all
-    alone: what takes the fewest bits, then words.
+    share one word, if they fill it. Otherwise the first (the tail) is alone, since other kernels
+    read it, and the rest share one, if it holds them.
     """
-    alone = tuple((field,) for field in fields if field[1] in (16, 32, 64))
-    narrow = tuple(field for field in fields if field[1] not in (16, 32, 64))
-    candidates = []
-    for words in ((narrow,), (narrow[:1], narrow[1:]), tuple((field,) for field in narrow)):
-        used = tuple(filter(None, words))
-        if all(width_of(word) <= 32 for word in used):
-            candidates.append(used)
-    return (*alone, *min(candidates, key=lambda words: (sum(map(width_of, words)), len(words))))
+    words = [(field,) for field in fields if field[1] in (16, 32, 64)]
+    narrow = [field for field in fields if field[1] not in (16, 32, 64)]
+    total = sum(bits for _, bits in narrow)
+    parts = [narrow[:1], narrow[1:]]
+    if total in (8, 16, 32):
+        parts = [narrow]
+    elif total - sum(bits for _, bits in narrow[:1]) > 32:
+        parts = [[field] for field in narrow]
+    return (*words, *(tuple(part) for part in parts if part))
 
 
 # ── storages ──────────────────────────────────────────────────────────────────────────────────────

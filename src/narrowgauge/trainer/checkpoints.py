@@ -98,9 +98,9 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         for file in (*new.iterdir(), new):
             sync(file)
         # Later ones are damaged, and so is one of this step: the run went on from an earlier one.
-        damaged = [folder for folder in folders(run) if folder >= final]
-        for folder in damaged:
-            shutil.rmtree(folder)
+        for folder in folders(run):
+            if folder >= final:
+                shutil.rmtree(folder)
         new.rename(final)
         sync(place)
         for folder in folders(run)[keep:]:

@@ -10,12 +10,12 @@ continues a stopped comparison. Recipes and seeds may be added.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
+from narrowgauge.errors import NarrowgaugeError, require_package
 from narrowgauge.measuring.comparison import Comparison, compare_runs
 from narrowgauge.measuring.labels import recipe_name, run_name
 from narrowgauge.report.page import learned
@@ -29,21 +29,12 @@ from narrowgauge.trainer.entry import enter
 from narrowgauge.trainer.settings import Settings
 
 
-def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tuple[Any, int]]:
-    """Return each recipe and seed under the name of the run's folder, seed by seed.
-
-    Args:
-        seeds: how many, counted from 0, or the seeds themselves.
-    """
+def planned(recipes: Sequence[Any], seeds: int) -> dict[str, tuple[Any, int]]:
+    """Return each recipe and seed under the name of the run's folder, seed by seed."""
     plan = {}
-    for seed in range(seeds) if isinstance(seeds, int) else seeds:
+    for seed in range(seeds):
         for recipe in recipes:
             plan[run_name(recipe_name(recipe), seed)] = (recipe, seed)
-    if not plan:
-        raise RecipeError(
-            f"Cannot compare {len(recipes)} recipes with seeds = {seeds}.",
-            "Name at least one of each.",
-        )
     return plan
 
 
@@ -54,7 +45,7 @@ def compare(
     train_function: Callable[..., Any],
     recipes: Sequence[str],
     *,
-    seeds: int | Sequence[int] = 1,
+    seeds: int = 1,
     out: str | Path | None = None,
 ) -> Comparison:
     """Compare recipes in your own training loop.
@@ -69,7 +60,7 @@ def compare(
             if a recorder evaluated. ``with record(model, optimizer) as recorder:`` opens a
             :class:`narrowgauge.RunRecorder` of the run, which takes its options too.
         recipes: the function's arguments: names of recipes or any other names.
-        seeds: how many, from 0 on, or a sequence of seeds.
+        seeds: how many, from 0 on.
         out: a folder without these runs, for them, ``compare.json`` and ``report.html``; ``None``
             keeps nothing. If the function raises, the finished runs stay there for ``narrowgauge
             report``.
@@ -93,7 +84,11 @@ def compare(
     ranks = all_ranks()
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         folder = Path(out or temporary)
-        ranks.of_first(lambda: _require_new(folder, plan, out is not None))
+        if out is not None:  # refused before hours of training
+            require_package("plotly")
+            ranks.of_first(lambda: require_comparison(folder, plan))
+        for name in plan:
+            require_free(folder / name)
         runs = []
         for name, (recipe, seed) in plan.items():
             config = {"recipe": recipe_name(recipe), "seed": seed}
@@ -106,34 +101,22 @@ def compare(
     return comparison
 
 
-def _require_new(folder: Path, plan: Iterable[str], has_page: bool) -> None:
-    """Refuse, before hours of training, what could not be written."""
-    if has_page:
-        require_package("plotly")
-    require_comparison(folder, plan)
-    for name in plan:
-        require_free(folder / name)
-
-
 def _finished(folder: Path, config: dict[str, Any], returned: Any) -> Run:
     """Write what the training function returned into the summary of its run, and return the run."""
-    metrics = {"recipe": config["recipe"]}
-    if is_run(folder):
-        metrics |= read_run(folder).summary or {}
-        writer = Record.open(folder)
-    else:
-        writer = Record.create(folder, {"config": config})
+    if not is_run(folder):
+        Record.create(folder, {"config": config}).close()
+    metrics = {"recipe": config["recipe"], **(read_run(folder).summary or {})}
     if isinstance(returned, Mapping):
         metrics |= plain(returned)
     elif returned is not None:
         metrics["val_loss"] = plain(returned)
-    with writer:
-        if not isinstance(metrics.get("val_loss"), int | float):
-            raise NarrowgaugeError(
-                f"the training function gave no validation loss for {config['recipe']}, but "
-                f"{returned!r:.60}.",
-                'Return it, return a dict with "val_loss", or call recorder.evaluate(loss).',
-            )
+    if not isinstance(metrics.get("val_loss"), int | float):
+        raise NarrowgaugeError(
+            f"the training function gave no validation loss for {config['recipe']}, but "
+            f"{returned!r:.60}.",
+            'Return it, return a dict with "val_loss", or call recorder.evaluate(loss).',
+        )
+    with Record.open(folder) as writer:
         writer.summary(metrics)
     return read_run(folder)
 
@@ -147,7 +130,7 @@ def compare_recipes(
     *,
     seeds: int = 1,
     out: str | Path | None = None,
-    stream: TextIO | None = None,
+    say: Callable[[str], object] = print,
 ) -> tuple[Comparison, Path]:
     """Train with each recipe and seed, compare all runs in the folder, and write the page.
 
@@ -156,7 +139,7 @@ def compare_recipes(
     Args:
         settings: fields of ``Settings`` that all runs share.
         out: the folder: new, or with runs that go on. ``None`` takes ``comparisons/MODEL``.
-        stream: for a line per run; ``None`` for standard output.
+        say: takes a line per run.
     Returns:
         The comparison and the path of the page.
     Raises:
@@ -164,7 +147,7 @@ def compare_recipes(
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved.
     """
     require_package("plotly")
-    folder = Path(out or Path("comparisons") / Path(Settings.from_dict(settings).model).name)
+    folder = Path(out or Path("comparisons") / Path(Settings(**settings).model).name)
     plan = planned(recipes, seeds)
     require_comparison(folder, plan)
     entries = []
@@ -174,14 +157,12 @@ def compare_recipes(
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
     from narrowgauge.trainer import loop
 
-    say = partial(print, file=stream, flush=True)
     say(f"{counted(len(entries), 'run')} in {folder}. The same command goes on after a stop.")
     for number, entry in enumerate(entries, 1):
         run = loop.train(vars(entry.settings), is_verbose=False)
         loss = (read_run(run).summary or {})["val_loss"]
-        name = f"{entry.settings.recipe}, seed {entry.settings.seed}"
-        took = "  trained earlier" if entry.is_finished else ""
-        say(f"{number}/{len(entries)}  {name}  validation loss {loss:.4f}{took}")
+        words = "  trained earlier" if entry.is_finished else ""
+        say(f"{number}/{len(entries)}  {run.name}  validation loss {loss:.4f}{words}")
     runs = read_runs([*(entry.settings.folder for entry in entries), folder])
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):

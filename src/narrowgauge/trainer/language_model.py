@@ -20,7 +20,6 @@ from torch import Tensor
 from narrowgauge.errors import DataError
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.spec.models import MODELS, Model, weights_file
-from narrowgauge.trainer.settings import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
@@ -38,38 +37,43 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             their own number, which must be at least this.
 
     Raises:
-        RecipeError: no preset has that name.
-        DataError: the folder's model or weights cannot be read or do not fit.
+        DataError: weights that do not fit the text. What cannot be read is transformers' error.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    name = known_model(model)
-    file = None if name in MODELS else weights_file(Path(name))
+    folder = Path(model)
+    has_weights = model not in MODELS and not (folder.is_dir() and weights_file(folder) is None)
+    safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if model in MODELS:
+        config: Any = _preset_config(MODELS[model])
+    else:
+        config = AutoConfig.from_pretrained(model, **safely)
+    for field, value in vars(config).items():
+        if isinstance(value, float) and "drop" in field:
+            setattr(config, field, 0.0)
+    config.use_cache = False
+    built: Any
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        try:
-            built, missing = _built(name, vocab_size, file is not None)
-        except Exception as error:  # transformers, its packages and its many models raise any kind
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(
-                f"Cannot build a causal language model from {name}: {reason}",
-                "It needs a Hugging Face config.json, and either no weights or those that fit it.",
-            ) from error
-    rows = len(cast(Any, built).get_input_embeddings().weight)
-    problem = ""
-    if missing:
-        problem = f"lack {len(missing)} of the {type(built).__name__}, such as '{missing[0]}'"
-    elif vocab_size is not None and vocab_size > rows:
-        problem = f"have {rows:,} token embeddings; the text has {vocab_size:,} different tokens"
-    if problem:
+        if has_weights:
+            built = AutoModelForCausalLM.from_pretrained(
+                model, config=config, dtype=torch.float32, weights_only=True, **safely
+            )
+        else:
+            text_config = config.get_text_config()
+            text_config.vocab_size = vocab_size or text_config.vocab_size
+            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    rows = len(built.get_input_embeddings().weight)
+    if vocab_size is not None and vocab_size > rows:
         raise DataError(
-            f"The weights in {name} {problem}.",
-            "Use the config.json and the tokenizer of these weights, or a folder with only "
-            "config.json to start from random weights.",
+            f"The weights in {model} have {rows:,} token embeddings; the text has {vocab_size:,} "
+            "different tokens.",
+            "Use the tokenizer of these weights, or a folder with only config.json to start from "
+            "random weights.",
         )
-    built.train()
-    return built
+    return cast("PreTrainedModel", built.train())
 
 
 def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -85,35 +89,8 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return F.cross_entropy(values, tokens[:, 1:].reshape(-1), reduction="sum")
 
 
-def _built(
-    name: str, vocab_size: int | None, has_weights: bool
-) -> tuple[PreTrainedModel, list[str]]:
-    """Return a model, and the names of the weights that its file lacks."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    if name in MODELS:
-        config: Any = _preset_config(MODELS[name])
-    else:
-        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    for field, value in vars(config).items():
-        if isinstance(value, float) and "drop" in field:
-            setattr(config, field, 0.0)
-    config.use_cache = False
-    if has_weights:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, config=config, local_files_only=True, weights_only=True, output_loading_info=True,
-            **options,
-        )  # fmt: skip
-        model, info = loaded
-        return model, sorted(info["missing_keys"])
-    if vocab_size is not None:
-        config.get_text_config().vocab_size = vocab_size
-    return AutoModelForCausalLM.from_config(config, **options), []
-
-
 def _preset_config(row: Model) -> PretrainedConfig:
-    from transformers import GPT2Config, LlamaConfig
+    from transformers import AutoConfig
 
     options: dict[str, Any] = {
         "vocab_size": row.vocab_size, "hidden_size": row.hidden_size,
@@ -123,11 +100,10 @@ def _preset_config(row: Model) -> PretrainedConfig:
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
     if row.family == "gpt2":
-        return GPT2Config(n_inner=row.intermediate_size, **options)
-    return LlamaConfig(
-        intermediate_size=row.intermediate_size,
-        num_key_value_heads=row.num_kv_heads,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": row.rope_theta},
-        **options,
-    )
+        options["n_inner"] = row.intermediate_size
+    else:
+        options |= {
+            "intermediate_size": row.intermediate_size, "num_key_value_heads": row.num_kv_heads, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": row.rope_theta},
+        }  # fmt: skip
+    return AutoConfig.for_model(row.family, **options)

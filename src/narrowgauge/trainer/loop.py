@@ -11,25 +11,23 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replica_verification import verify_replicas
-from narrowgauge.errors import RecordError, Terminated
+from narrowgauge.errors import RecordError
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.optim.export import kept_tensors
-from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_settings
-from narrowgauge.runs.schema import VERSION
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import checkpoints, session
 from narrowgauge.trainer.entry import Entry, enter
@@ -38,44 +36,40 @@ from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import Tokens, open_tokens
 
-_ALONE = "torch.distributed is (disabled|unavailable)"
-"""PyTorch's warning on checkpoints of one process."""
-
 
 def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
     """Train a model, and return the run folder. All ranks call it.
 
     Args:
         named: the settings that were named; others are those of the run in ``out``, or defaults.
-        is_verbose: show the progress.
+        is_verbose: show the progress, and warn of what the record shows.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
         RecordError: the run is being written, or cannot be continued with these settings.
-        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM
-            :class:`~narrowgauge.errors.Terminated`.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, once the checkpoint is saved.
     """
     ranks = all_ranks()
     entry = ranks.of_first(lambda: enter(named, ranks.size))
-    if entry.is_finished:
-        return entry.settings.folder
     settings = entry.settings
-    is_order_invariant = parse(settings.recipe).reduction.order_invariant
-    with threads_of(is_order_invariant), warnings.catch_warnings():
-        for notice in (RunNotice, UpdateLossWarning):
-            warnings.simplefilter("ignore", notice)  # the events are printed
-        warnings.filterwarnings("ignore", _ALONE)
+    if entry.is_finished:
+        return settings.folder
+    with threads_of(parse(settings.recipe).reduction.order_invariant), warnings.catch_warnings():
+        if not is_verbose:
+            warnings.simplefilter("ignore", RunNotice)
+            warnings.simplefilter("ignore", UpdateLossWarning)
         tokens = ranks.together(lambda: open_tokens(settings.data))
         require_same({"tokens": tokens.fingerprint})
         run = session.build(settings, tokens)
         if entry.checkpoint is not None:
             load_into(run, entry.checkpoint)
-        with closing(Progress(run.settings, is_verbose and ranks.is_first)) as progress:
-            try:
-                with _recorder_of(run, entry, progress) as recorder:
-                    _run(run, recorder, progress)
-            finally:
-                if run.reduction is not None:
-                    run.reduction.close()  # its hooks on parameters would keep the process group
+        progress = Progress(run.settings, is_verbose and ranks.is_first)
+        try:
+            with _recorder_of(run, entry, progress) as recorder:
+                _run(run, recorder, progress)
+        finally:
+            progress.bar.stop()
+            if run.optimizer.reduction is not None:
+                run.optimizer.reduction.close()  # its hooks would keep the process group
     return settings.folder
 
 
@@ -93,11 +87,10 @@ def save(run: Session) -> None:
         CorruptionError: ranks hold different replicas; on all of them. The last checkpoint is from
             before the damage.
     """
-    if run.here.size > 1:
-        verify_replicas(kept_tensors(run.optimizer), run.step)
+    verify_replicas(kept_tensors(run.optimizer), run.step)
     settings = run.settings
     notes = {
-        "step": run.step, "settings": vars(replace(settings, out="", stop_after=0)),
+        "step": run.step, "settings": vars(replace(settings, stop_after=0)),
         "tokens": run.tokens.fingerprint, "vocab_size": run.tokens.vocab_size, "scaler": run.scaler.state_dict(),
     }  # fmt: skip
     checkpoints.save(settings.folder, run.model, run.optimizer, notes, settings.keep_checkpoints)
@@ -109,48 +102,44 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
     Must precede the first step, whose compiled code calls the gauges.
     """
     settings = run.settings
-    goes_on = run.here.of_first(lambda: _has_record(entry))
+    if entry.checkpoint is not None:
+        run.here.of_first(lambda: _mend_settings(settings))
+    data = {"fingerprint": run.tokens.fingerprint, "unigram_loss": run.tokens.unigram_loss()}
     recorder = RunRecorder(
         settings.folder, run.model, run.optimizer, settings=vars(settings),
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
-        on_row=progress.row, resume=goes_on, tables={"data": run.tokens.table(), "recorder": None},
+        on_row=progress.row, resume=True, tables={"data": data},
     )  # fmt: skip
-    name = Path(settings.model).name
-    progress.say(f"{name} · {settings.recipe} · {settings.folder}")
-    if goes_on:
-        recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
+    recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
     for what, words in entry.events:
         recorder.event(what, words)
+        progress.say(f"{what}: {words}")
     return recorder
 
 
-def _has_record(entry: Entry) -> bool:
-    """Return whether a run has a record. Write ``run.toml`` again if it cannot be read."""
-    folder = entry.settings.folder
+def _mend_settings(settings: Settings) -> None:
+    """Write ``run.toml`` again if it cannot be read."""
     try:
-        read_settings(folder)
+        read_settings(settings.folder)
     except RecordError:
-        if entry.checkpoint is None:
-            return False
-        table = {"schema_version": VERSION, "config": vars(entry.settings)}
-        write_whole(folder / "run.toml", tomli_w.dumps(table).encode())
-    return True
+        with Record(settings.folder) as record:
+            record.amend({"config": vars(settings)})
 
 
 def _run(run: Session, recorder: RunRecorder, progress: Progress) -> None:
     """Train until the last step or a reason to stop, and end with a checkpoint."""
     settings = run.settings
     last = min(settings.steps, settings.stop_after or settings.steps)
-    number = 0
+    is_stopped = False
     with _signals() as received:
-        while run.step < last and not number:
+        while run.step < last and not is_stopped:
             columns = session.train_step(run)
             recorder.step(tokens=settings.tokens_per_step, **columns)
             if run.step == settings.steps or _is_due(run.step, settings.eval_every):
                 recorder.evaluate(session.evaluate(run))
             # A signal may reach the ranks in different steps. All stop after the same one.
-            number = run.here.largest(max(received, default=0))
-            if number or run.step == last or _is_due(run.step, settings.checkpoint_every):
+            is_stopped = run.here.largest(len(received)) > 0
+            if is_stopped or run.step == last or _is_due(run.step, settings.checkpoint_every):
                 save(run)
                 recorder.event("checkpoint", f"step-{run.step:08d} is complete")
     is_finished = run.step == settings.steps
@@ -158,8 +147,8 @@ def _run(run: Session, recorder: RunRecorder, progress: Progress) -> None:
     if is_finished:
         return progress.say(f"Finished after {run.step} steps.")
     progress.say(f"Stopped after step {run.step}. The same command goes on.")
-    if number:
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    if is_stopped:
+        raise KeyboardInterrupt
     return None
 
 
@@ -178,9 +167,7 @@ def _signals() -> Iterator[list[int]]:
         # Past Python's buffers: the signal may have interrupted a print.
         os.write(2, b"Stopping after this step; press Ctrl-C again to stop at once.\n")
 
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, receive)
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
@@ -197,9 +184,7 @@ def load(folder: Path) -> Session:
     checkpoint, _ = checkpoints.require(folder)
     notes = checkpoints.notes_of(checkpoint)
     none = np.zeros(0, np.uint16)
-    settings = Settings.from_dict(notes["settings"], str(checkpoint))
+    settings = Settings(**notes["settings"])
     run = session.build(settings, Tokens(none, none, notes["vocab_size"]))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _ALONE)
-        load_into(run, checkpoint)
+    load_into(run, checkpoint)
     return run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,10 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prepare
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.spec.models import usual_rate
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.put_back import generators_put_back
@@ -44,29 +43,9 @@ class Session:
     tokens: Tokens
     model: PreTrainedModel
     optimizer: Optimizer
+    here: Ranks
+    scaler: GradScaler
     step: int = 0
-
-    def __post_init__(self) -> None:
-        self.here = all_ranks()
-        self.reduction = self.optimizer.reduction
-        self.scaler = GradScaler(self.model.device.type, enabled=self.optimizer.scales_loss)
-
-    def rounds(self, count: int) -> range:
-        """Return the numbers of this rank's micro-batches, of ``count`` over all ranks.
-
-        Every rank has as many, since all take part in every exchange. A number of ``count`` or more
-        repeats an earlier one and contributes nothing.
-        """
-        size = self.here.size
-        return range(self.here.rank, -(-count // size) * size, size)
-
-    def micro_batch(self, number: int) -> Tensor:
-        """Return a micro-batch of the next step: int64 ``[micro_batch_size, sequence_length + 1]``."""
-        settings = self.settings
-        size = settings.micro_batch_size
-        place = self.step * settings.batch_size + number * size % settings.batch_size
-        windows = self.tokens.batch(place, size, settings.sequence_length, settings.seed)
-        return torch.from_numpy(windows)
 
     def loss_sum(self, tokens: Tensor) -> Tensor:
         """Return the summed cross entropy of some sequences."""
@@ -80,7 +59,7 @@ class Session:
 
 
 def build(settings: Settings, tokens: Tokens) -> Session:
-    """Build a session at step 0, with the settings filled in for the model."""
+    """Build a session at step 0."""
     model = language_model.build(settings.model, vocab_size=tokens.vocab_size, seed=settings.seed)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if settings.sequence_length > positions:
@@ -89,11 +68,10 @@ def build(settings: Settings, tokens: Tokens) -> Session:
             f"{settings.sequence_length} tokens.",
             f"Use --sequence-length {positions} or less, or another --model.",
         )
-    settings = replace(settings, lr=settings.lr or usual_rate(model.num_parameters()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
-    size = all_ranks().size
-    mesh = init_device_mesh(device.type, (size,)) if size > 1 else None
+    here = all_ranks()
+    mesh = init_device_mesh(device.type, (here.size,)) if here.size > 1 else None
     _, optimizer = prepare(
         model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
         optimizer=matrices_decay, max_grad_norm=settings.max_grad_norm or None, seed=settings.seed, mesh=mesh, average=False,
@@ -102,33 +80,34 @@ def build(settings: Settings, tokens: Tokens) -> Session:
         for parameter in model.parameters():
             if parameter.dtype.itemsize == 2:
                 parameter.grad_dtype = torch.float32  # autograd sums in it
-    return Session(settings, tokens, model, optimizer)
+    scaler = GradScaler(device.type, enabled=optimizer.scales_loss)
+    return Session(settings, tokens, model, optimizer, here, scaler)
 
 
 def train_step(session: Session) -> Row:
     """Take one optimizer step, and return the columns of its row that a recorder does not read."""
     settings = session.settings
-    count = settings.gradient_accumulation_steps
+    reduction = session.optimizer.reduction
     for group in session.optimizer.param_groups:
         group["lr"] = settings.learning_rate(session.step + 1)
     shares = []
     batch = []
-    numbers = session.rounds(count)
+    here = session.here
+    size = settings.micro_batch_size
+    numbers = range(here.rank, settings.gradient_accumulation_steps, here.size)
     for number in numbers:
-        is_absent = number >= count
-        tokens = session.micro_batch(number)
-        if not is_absent:
-            batch.append(tokens)
+        first = session.step * settings.batch_size + number * size
+        windows = session.tokens.batch(first, size, settings.sequence_length, settings.seed)
+        tokens = torch.from_numpy(windows)
+        batch.append(tokens)
         exchange: AbstractContextManager[Any] = nullcontext()
-        if session.reduction is not None:
-            exchange = session.reduction.micro_batch(number == numbers[-1], is_absent)
+        if reduction is not None:
+            exchange = reduction.micro_batch(number == numbers[-1])
         with exchange:
             with generators_put_back():
                 # A function of these three, so that a repeated step draws the same numbers.
                 torch.manual_seed(hash((settings.seed, session.step, number)))
                 loss = session.loss_sum(tokens) / settings.tokens_per_step
-            if is_absent:
-                loss = 0 * loss
             session.scaler.scale(loss).backward()
         shares.append(loss.detach())
     session.scaler.step(session.optimizer)
@@ -150,8 +129,9 @@ def evaluate(session: Session) -> float:
     batches = torch.from_numpy(tokens).split(settings.micro_batch_size)
     session.model.eval()
     shares = []
-    for number in session.rounds(len(batches)):
-        # All ranks take part in gathering weights.
+    for first in range(0, len(batches), session.here.size):
+        # All ranks take part in gathering weights. One without a batch repeats an earlier one.
+        number = first + session.here.rank
         share = session.loss_sum(batches[number % len(batches)])
         shares.append(share * (number < len(batches)))
     session.model.train()

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 END_OF_TEXT = "<|endoftext|>"
-_PIECE = 1 << 16
-"""Characters that are encoded at once. A tokenizer may take quadratic time on a longer text."""
 _ADVICE = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
 
 
@@ -59,17 +57,6 @@ def read_texts(source: Path) -> Iterator[str]:
             ) from error
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces, each up to its last newline if it has one."""
-    start = 0
-    while start < len(text):
-        end = start + _PIECE
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
-        start = end
-
-
 def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
     """Read the tokenizer in a Hugging Face folder.
 
@@ -86,17 +73,12 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
         of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         of_bytes.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        if tokenizer.eos_token is None:
-            raise ValueError("it names no eos_token")
-        tokenizer.backend_tokenizer.no_truncation()
-    except Exception as error:  # transformers and tokenizers raise any kind
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.eos_token is None:
         raise DataError(
-            f"Cannot read the tokenizer in {path}: {reason}.",
-            "Name a folder with tokenizer.json, and with eos_token in its tokenizer_config.json.",
-        ) from error
+            f"Cannot use the tokenizer in {path}: it has no token that ends a document.",
+            "Write eos_token in its tokenizer_config.json.",
+        )
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
@@ -111,11 +93,11 @@ def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: 
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     end = np.array([tokenizer.eos_token_id], dtype)
     coder.encode_special_tokens = True
+    coder.no_truncation()
     parts = []
     for text in filter(None, texts):
-        for encoding in coder.encode_batch_fast([*pieces(text)], add_special_tokens=False):
-            parts.append(np.array(encoding.ids, dtype))
-        parts.append(end)
+        (encoding,) = coder.encode_batch_fast([text], add_special_tokens=False)
+        parts += [np.array(encoding.ids, dtype), end]
     if not parts:
         raise DataError("Cannot write tokens because there is no text.", "Give .txt files.")
     with new_folder(out) as folder:
@@ -144,15 +126,6 @@ class Tokens:
     vocab_size: int
     fingerprint: str = ""
 
-    def require(self, sequence_length: int) -> None:
-        """Refuse a sequence length that leaves no sequence for training or validation."""
-        if len(self.held_out) <= sequence_length:
-            raise DataError(
-                f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; the "
-                f"held-out part has {len(self.held_out)}.",
-                "Give more text, or a smaller --sequence-length.",
-            )
-
     def batch(self, first: int, num_sequences: int, sequence_length: int, seed: int) -> np.ndarray:
         """Return sequences ``first`` and following of an infinite stream: int64 ``[num_sequences,
         sequence_length + 1]``.
@@ -180,13 +153,6 @@ class Tokens:
         counts = np.bincount(self.train, minlength=self.vocab_size) + 1.0
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
 
-    def table(self) -> dict[str, Any]:
-        """Return the table ``data`` of the record."""
-        return {
-            "fingerprint": self.fingerprint, "tokens": len(self.train),
-            "vocab_size": self.vocab_size, "unigram_loss": self.unigram_loss(),
-        }  # fmt: skip
-
 
 def _windows(ids: np.ndarray, windows: Any, sequence_length: int) -> np.ndarray:
     starts = np.array(windows) * sequence_length
@@ -205,12 +171,9 @@ def open_tokens(folder: str | Path) -> Tokens:
     try:
         ids = np.load(file, mmap_mode="r")
         vocab_size = int(ids.max()) + 1
-        if ids.ndim != 1 or ids.dtype.kind not in "ui":
-            raise ValueError(f"it holds {ids.dtype} of shape {ids.shape}")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"Cannot use the tokens in {folder}: {error}.", _ADVICE) from error
     if (folder / "tokenizer.json").is_file():
-        require_package("tokenizers")
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

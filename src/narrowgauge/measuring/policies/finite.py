@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+import torch
 
-from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in, is_finite
+from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in
 from narrowgauge.spec.formats import dtype_name
 
 
@@ -20,32 +20,32 @@ class Finite:
     def __init__(self) -> None:
         self.made: dict[str, str] = {}
 
-    def before(self, op: Operation) -> None:
-        bad = [x for x in floats_in(op.read) if not is_finite(x)]
-        op.notes[self] = bool(bad), any(map(_has_nan, bad))
+    def before(self, op: Operation) -> set[str]:
+        """Return which of both the operands explain. NaN makes infinity, as in a clamp."""
+        kinds: set[str] = set()
+        for x in floats_in(op.read):
+            kinds |= _counts(x).keys()
+        if kinds:
+            kinds.add("infinity")
+        return kinds
 
-    def after(self, op: Operation) -> None:
-        had_infinity, had_nan = op.notes[self]
+    def after(self, op: Operation, before: set[str]) -> None:
         numbers = [x for x in (*op.args, *op.kwargs.values()) if isinstance(x, float)]
         if op.name in ALLOCATES or op.is_view or any(map(math.isinf, numbers)):
             return
         for x in floats_in(op.written or op.result):
-            if _has_nan(x) and not had_nan:
-                self._note("NaN", op, x, _wide(x).isnan())
-            elif not had_infinity and not is_finite(x):
-                self._note("infinity", op, x, _wide(x).isinf())
-
-    def _note(self, kind: str, op: Operation, x: Tensor, are_bad: Tensor) -> None:
-        where = f"{int(are_bad.sum())} of {x.numel()} values ({dtype_name(x.dtype)})"
-        self.made.setdefault(kind, f"{op} made {kind} in {where}")
+            for kind, count in _counts(x).items():
+                if kind not in before:
+                    where = f"{count} of {x.numel()} values ({dtype_name(x.dtype)})"
+                    self.made.setdefault(kind, f"{op} made {kind} in {where}")
 
 
-def _has_nan(x: Tensor) -> bool:
-    return bool(_wide(x).isnan().any())
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return values that can be asked whether they are finite."""
-    if x.is_complex():
-        return x
-    return x.float()
+def _counts(x: torch.Tensor) -> dict[str, int]:
+    """Return how many values are NaN and how many infinite, if any."""
+    values = x.detach()
+    if values.element_size() == 1:
+        values = values.float()
+    if bool(values.isfinite().all()):
+        return {}
+    counts = {"NaN": int(values.isnan().sum()), "infinity": int(values.isinf().sum())}
+    return {kind: count for kind, count in counts.items() if count}

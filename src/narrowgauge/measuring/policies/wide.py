@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.measuring.beside import (
@@ -25,7 +26,7 @@ from narrowgauge.measuring.beside import (
     tensors_in,
 )
 from narrowgauge.measuring.units import FINEST, UNITS, unit_of
-from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.formats import FORMATS, dtype_name
 
 WIDE = torch.float64
 _PRODUCTS = (
@@ -44,6 +45,8 @@ _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_bac
 _FEWEST = 64
 """Elements of a cast whose range is judged."""
 
+Arguments = tuple[Any, ...]
+
 
 class Wide:
     """Keep the float64 shadow of each tensor of a step.
@@ -56,13 +59,15 @@ class Wide:
 
     Attributes:
         rounds: names of the operations that round, by site.
-        casts: what a site's casts to a narrow format lose, at most: ``saturation`` is the share of
-            values that reach the end of an 8-bit format, ``cast-range`` the error in roundings.
-        working: unit roundoff of the coarsest product in forward, or of a cast to 8 bits.
+        layers: sites of our own narrow layers.
+        at_end: largest share of a cast's values that reach the end of an 8-bit format, by site.
+        cast_errors: largest error of a cast, in roundings of its format, by site.
+        misread: sites where bytes of one 8-bit format are read as another's.
+        coarsest: unit roundoff and name of the coarsest format of a product in forward, or of a cast to
+            8 bits.
         cuts: operations that are not followed.
         draws: whether an operation drew random numbers.
         flips: whether a choice, or a unit of a kink, is another one without roundings.
-        misread: sites where bytes of one 8-bit format are read as another's.
     """
 
     def __init__(
@@ -75,11 +80,13 @@ class Wide:
         self.chosen = chosen
         self.is_smooth = is_smooth
         self.rounds: dict[str, set[str]] = {}
-        self.casts: dict[str, dict[str, float]] = {}
-        self.working = FINEST
+        self.layers: set[str] = set()
+        self.at_end: dict[str, float] = {}
+        self.cast_errors: dict[str, float] = {}
+        self.misread: set[str] = set()
+        self.coarsest = (FINEST, "float32")
         self.cuts: dict[str, None] = {}
         self.draws = self.flips = False
-        self.misread: set[str] = set()
         self._shadows = ByStorage()
         """By memory: its format, and the flat shadow; ``None`` if it is not followed."""
         self._inputs = ByStorage()
@@ -93,28 +100,29 @@ class Wide:
         """Return the shadow of a tensor: a view of its shape, or its own values in float64."""
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
-        dtype, flat = self._shadows.of(x) or (None, None)
-        if flat is None or dtype is not x.dtype.to_real():
+        flat = self._flat(x)
+        if flat is None:
             return x.to(_widened(x.dtype))
         if x.is_complex():
             flat = torch.view_as_complex(flat.view(-1, 2))
         shadow = flat.as_strided(x.size(), x.stride(), x.storage_offset())
-        if x.is_conj():  # lazy, as in the step
-            shadow = shadow.conj()
-        if x.is_neg():
-            shadow = torch._neg_view(shadow)
-        return shadow
+        return shadow.conj() if x.is_conj() else shadow  # lazy, as in the step
+
+    def _flat(self, x: Tensor) -> Tensor | None:
+        """Return the shadow of the memory of a tensor, if that was written in its format."""
+        dtype, flat = self._shadows.of(x) or (None, None)
+        return flat if dtype is x.dtype.to_real() else None
 
     def _own(self, x: Tensor) -> None:
         """Give the memory of a tensor a shadow that can be written."""
-        dtype = x.dtype.to_real()
-        if (self._shadows.of(x) or (None,))[0] is not dtype:
+        if self._flat(x) is None:
+            dtype = x.dtype.to_real()
             values = torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage())
             self._shadows.put(x, (dtype, values.to(_widened(dtype), copy=True)))
 
     def keep(self, x: Tensor, value: Tensor) -> None:
         """Keep a value as the shadow of a tensor."""
-        self._shadows.pop(storage_key(x), None)
+        self.forget(x)
         self._own(x)
         self.of(x).copy_(value)
 
@@ -127,32 +135,30 @@ class Wide:
         entry = self._shadows.of(x)
         return entry is None or entry[1] is not None
 
-    def _lose(self, tensors: Iterable[Tensor]) -> None:
+    def _lose(self, tensors: Iterable[Tensor], cut: str = "") -> None:
+        """Follow tensors no further. ``cut`` names the operation that cannot be followed."""
+        if cut:
+            self.cuts[cut] = None
         for x in tensors:
             self._shadows.put(x, (x.dtype.to_real(), None))
 
-    def _cut(self, name: str, targets: list[Tensor]) -> None:
-        self.cuts[name] = None
-        self._lose(targets)
-
     # ── an operation ──────────────────────────────────────────────────────────────────────────────
 
-    def before(self, op: Operation) -> None:
-        """Take the shadows of the operands, before what is written in place is written."""
+    def before(self, op: Operation) -> Arguments | None:
+        """Return the arguments with shadows, before what is written in place is written.
+
+        Nothing where no tensor has a shadow; no arguments where one is not followed.
+        """
         has_shadows = any(_has_shadow(x) or self._shadows.of(x) for x in op.operands)
-        if op.layer or op.name in ALLOCATES or not has_shadows or op.draws:
-            return
-        op.notes[self] = None
+        if op.layer or op.draws or op.name in ALLOCATES or not has_shadows:
+            return None
         for x in op.read:
             written = (self._shadows.of(x) or (x.dtype,))[0]
-            if (
-                written is not x.dtype
-                and x.itemsize == written.itemsize == 1
-                and UNITS.keys() >= {x.dtype, written}
-            ):
+            sizes = x.itemsize, written.itemsize
+            if written is not x.dtype and sizes == (1, 1) and UNITS.keys() >= {x.dtype, written}:
                 self.misread.add(op.site)
         if not all(map(self.follows, op.operands)):
-            return
+            return ()
         for x in filter(_has_shadow, op.written):
             self._own(x)
         takes_values = op.name in _BY_VALUE
@@ -162,27 +168,27 @@ class Wide:
                 return _widened(x)
             return x if takes_values and not is_float(x) else self.of(x)
 
-        op.notes[self] = tree_map(wide, (op.args, op.kwargs))
+        return tree_map(wide, (op.args, op.kwargs))  # type: ignore[no-any-return]
 
-    def after(self, op: Operation) -> None:
+    def after(self, op: Operation, arguments: Arguments | None) -> None:
         """Run the operation on shadows, and keep its results."""
         if op.layer is not None:
             self._follow_layer(op)
         elif op.draws:
             self._drawn(op)
-        if self not in op.notes or op.is_view:
+        if arguments is None or op.is_view:
             return
         results = tensors_in(op.result)
         targets = [x for x in op.written or results if _has_shadow(x)]
-        if op.notes[self] is None or not targets:
+        if not arguments or not targets:
             self._lose(targets)
             return
         try:
-            shadows = tensors_in(self._on_wide(op, *op.notes[self]))
+            shadows = tensors_in(self._on_wide(op, *arguments))
             if not _are_alike(op, results, shadows):
                 raise NotImplementedError
         except Exception:  # a kernel that takes no float64, whatever it raises
-            self._cut(op.name, targets)
+            self._lose(targets, op.name)
             return
         if not op.written:
             for x, value in zip(targets, filter(_has_shadow, shadows), strict=False):
@@ -197,11 +203,11 @@ class Wide:
         self.draws = True
         targets = floats_in([op.written, op.result])
         storages = set(map(storage_key, op.written))
-        reads = any(storage_key(x) not in storages for x in floats_in(op.operands))
         for x in targets:
             self.forget(x)
+        reads = any(storage_key(x) not in storages for x in floats_in(op.operands))
         if reads and not op.name.endswith("_like"):
-            self._cut(op.name, targets)
+            self._lose(targets, op.name)
 
     def _on_wide(self, op: Operation, args: Any, kwargs: Any) -> Any:
         """Return what an operation gives for wide operands."""
@@ -212,14 +218,12 @@ class Wide:
             self.draws = True
             return args[0] * op.result[1] / (1 - args[1])
         if name in _TO_INTEGERS and not op.written:
-            if self.is_smooth and name != "sign":
-                return args[0]
-            return op.result
+            return args[0] if self.is_smooth and name != "sign" else op.result
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return [x.mul_(args[2]) for x in args[0]]
         if name == "_scaled_mm":
             a, b, scale_a, scale_b, bias = [*args, None][:5]
-            return torch.nn.functional.linear(a * scale_a, (b * scale_b).t(), bias)
+            return linear(a * scale_a, (b * scale_b).t(), bias)
         if name in _BY_INDEX and isinstance(op.result, (tuple, list)):
             indices = op.result[1]
             dim = op.arguments.get("dim", -1)
@@ -232,8 +236,6 @@ class Wide:
                 work.wait()
         return result
 
-    # ── what is rounded ───────────────────────────────────────────────────────────────────────────
-
     def _note(self, op: Operation, narrow: list[Tensor]) -> None:
         """Note what an operation rounds, and round the shadow of a chosen site."""
         if not narrow:
@@ -242,41 +244,55 @@ class Wide:
         self.rounds.setdefault(op.site, set()).add(op.name)
         is_product = op.name in _PRODUCTS and not op.is_backward
         if is_product or first.element_size() == 1:
-            self.working = max(self.working, unit_of(first.dtype))
+            self._take_format(first.dtype)
         if op.site in self.chosen:
             for x in narrow:
                 self.of(x).copy_(self.of(x).to(x.dtype))
         if op.name in ("_to_copy", "copy_") and first.numel() >= _FEWEST:
-            known = self.casts.setdefault(op.site, {})
-            losses = _losses(first, self.of(first), op.operands[-1].to(WIDE))
-            for what, loss in losses.items():
-                known[what] = max(loss, known.get(what, 0.0))
+            self._judge_cast(op.site, first, op.operands[-1].to(WIDE))
+
+    def _take_format(self, dtype: torch.dtype) -> None:
+        self.coarsest = max(self.coarsest, (unit_of(dtype), dtype_name(dtype)))
+
+    def _judge_cast(self, site: str, values: Tensor, source: Tensor) -> None:
+        """Note what a cast loses at the ends of its format."""
+        if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
+            # Values that a clamp has put there are at the end.
+            end = torch.finfo(values.dtype).max * (1 - 2.0**-12)
+            share = float((self.of(values).abs() >= end).double().mean())
+            self.at_end[site] = max(share, self.at_end.get(site, 0.0))
+        if source.shape == values.shape:
+            wide = values.to(WIDE)
+            finite = wide.isfinite() & source.isfinite()  # a mask may overflow; infinity is told
+            length = float(source[finite].norm()) or 1.0
+            error = float((wide - source)[finite].norm()) / length / unit_of(values.dtype)
+            self.cast_errors[site] = max(error, self.cast_errors.get(site, 0.0))
 
     # ── the products of our own layers ────────────────────────────────────────────────────────────
 
     def _follow_layer(self, op: Operation) -> None:
         """Multiply the shadows of a narrow layer's operands, as they are before the casts."""
-        units = [self.working, unit_of(op.operands[0].dtype)]
+        self._take_format(op.operands[0].dtype)
         for cast in op.layer.compute.casts.values():
             if cast is not None:
                 row = FORMATS[cast.format]
                 unit = 0.5 / row.max if cast.format.startswith("int") else row.epsilon / 2
-                units.append(float(unit))
-        self.working = max(units)
+                self.coarsest = max(self.coarsest, (float(unit), cast.format))
+        self.layers.add(op.site)
         self.rounds.setdefault(op.site, set()).add(op.name)
         first, second, third = op.args[:3]
         is_forward = isinstance(second, Tensor)  # x, weight, bias
         results = op.result
         if is_forward:
             results = results[:1]
-            self._inputs.put(op.result[1], self.of(first).clone())
+            self._inputs.put(op.result[1].data, self.of(first).clone())
         if not all(map(self.follows, op.operands)):
             self._lose(tensors_in(results))
             return
         if op.site in self.chosen:
             shadows = op.func(*(self.of(x).to(x.dtype) if is_float(x) else x for x in op.args))
         elif is_forward:
-            shadows = [torch.nn.functional.linear(*map(self.of, op.args[:3]))]
+            shadows = [linear(*map(self.of, op.args[:3]))]
         else:  # gradient, saved operand, weight
             grad = self.of(first)
             x = self._inputs.of(second.data)
@@ -284,27 +300,6 @@ class Wide:
         for x, value in zip(results, shadows, strict=False):
             if x is not None:
                 self.keep(x, value)
-
-
-def _losses(values: Tensor, exact: Tensor, source: Tensor) -> dict[str, float]:
-    """Return what a cast loses.
-
-    Args:
-        exact: the shadow of the result.
-        source: what was cast.
-    """
-    wide = values.to(WIDE)
-    zeros = ((wide == 0) & (exact != 0)).double().mean()
-    losses = {"saturation": 0.0, "cast-range": 0.0, "zeros": float(zeros)}
-    if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
-        # Values that a clamp has put there are at the end.
-        reaching = exact.abs() >= torch.finfo(values.dtype).max * (1 - 2.0**-12)
-        losses["saturation"] = float(reaching.double().mean())
-    if source.shape == values.shape:
-        finite = wide.isfinite() & source.isfinite()  # a mask may overflow; infinity is told
-        error = float((wide - source)[finite].norm()) / UNITS[values.dtype]
-        losses["cast-range"] = error / (float(source[finite].norm()) or 1.0)
-    return losses
 
 
 def _has_shadow(x: Any) -> bool:
