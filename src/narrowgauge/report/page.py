@@ -116,15 +116,15 @@ def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
     require_package("plotly")
     from plotly.io import to_html
 
-    config = {"displayModeBar": False, "responsive": True}
+    config = {"displayModeBar": False}
     parts = []
-    for number, curve in enumerate(curves_of(runs, comparison.baseline)):
+    for number, (title, caption, figure) in enumerate(curves_of(runs, comparison.baseline)):
         drawing = to_html(
-            curve.figure, config, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
+            figure, config, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
             div_id=f"curve-{number}",
         )  # fmt: skip
-        caption = f"<h3>{escape(curve.title)}</h3>{drawing}<figcaption>{curve.caption}</figcaption>"
-        parts.append(f"<figure>{caption}</figure>")
+        caption = f"<figcaption>{caption}</figcaption>"
+        parts.append(f"<figure><h3>{escape(title)}</h3>{drawing}{caption}</figure>")
     if parts:
         yield _section("Curves", '<div class="grid">', *parts, "</div>")
 
