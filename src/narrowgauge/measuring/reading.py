@@ -174,6 +174,10 @@ class Readings(Sequence[Reading]):
         self.looked_at = looked_at
         self.unseen = dict(unseen or {})
 
+    def add(self, what: str, tensors: Any, value: float, *limits: float) -> None:
+        """Add a reading, with its expected value, 0 if left out, and its bound."""
+        self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
+
     @property
     def serious(self) -> list[Reading]:
         """Return the readings that are worse than a note."""
