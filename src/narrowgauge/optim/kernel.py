@@ -120,7 +120,7 @@ def in_expansions(inputs: Inputs) -> Written:
     fields = codes.write_low(storage, lane, visible, torch.where(is_finite, stepped[1], low))
     for name, parts in zip(rule.states, new, strict=True):
         fields |= codes.write_parts(storage, lane, name, parts, None)
-    return Written(visible, fields, change)
+    return Written(visible, fields)
 
 
 def average(
