@@ -114,7 +114,7 @@ def in_expansions(inputs: Inputs) -> Written:
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
     rounding = NearestEven(dropped_bits(storage.weight))
     pair = finite_or_zero(high), low
-    change, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
+    _, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
     fields = codes.write_low(storage, lane, visible, torch.where(is_finite, stepped[1], low))
