@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from narrowgauge.measuring.columns import Series, column
 from narrowgauge.report.interval_figure import COLOURS
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import number
 
 MOST_POINTS = 400
 """A longer line is drawn by means of equal parts."""
@@ -29,6 +29,13 @@ class PageRun(NamedTuple):
     label: str
     recipe: int
     seed: int
+
+
+class Series(NamedTuple):
+    """The points of one line, in the order of the record. NaN marks a value that is not finite."""
+
+    x: Any
+    y: Any
 
 
 Line = tuple[PageRun, Series]
@@ -59,7 +66,7 @@ def curves_of(
     baseline = baseline or runs[0].label
     is_compared = any(run.label != baseline for run in runs)
     for title, table, name, caption in _FIGURES:
-        lines = [(run, column(run.run, table, name)) for run in runs]
+        lines = [(run, _column(run.run, table, name)) for run in runs]
         least = 0.0
         if is_compared and caption is _LOSS:
             lines = _differences(lines, baseline)
@@ -69,6 +76,14 @@ def curves_of(
         figure = _figure(lines, least)
         if figure["data"]:
             yield title, caption, figure
+
+
+def _column(run: Run, table: str, name: str) -> Series:
+    """Return a column over the steps, without the rows that lack it."""
+    rows = [row for row in getattr(run, table) if row.get(name) is not None]
+    values = np.array([number(row[name]) for row in rows], float)
+    steps = np.array([row["step"] for row in rows], float)
+    return Series(steps, np.where(np.isfinite(values), values, np.nan))
 
 
 def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
@@ -89,9 +104,9 @@ def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
 
 def thinned(line: Series, most: int = MOST_POINTS) -> Series:
     """Return at most ``most`` points: the last step and the mean of equal parts, back from the end."""
-    size = max(1, -(-len(line) // most))
-    count = len(line) // size
-    first = len(line) - count * size
+    size = max(1, -(-len(line.x) // most))
+    count = len(line.x) // size
+    first = len(line.x) - count * size
     parts = line.y[first:].reshape(count, size)
     return Series(line.x[first + size - 1 :: size], parts.mean(1))
 
@@ -101,10 +116,10 @@ def _figure(lines: Sequence[Line], least: float) -> dict[str, Any]:
     values: list[float] = []
     shown: set[str] = set()
     for run, line in lines:
-        if len(line) < 2:
+        if len(line.x) < 2:
             continue
         points = thinned(line)
-        values += points.finite.tolist()
+        values += points.y[np.isfinite(points.y)].tolist()
         name = plain(run.label)
         data.append(
             {
