@@ -73,17 +73,13 @@ class Comparison:
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
         columns = [Column("recipe", "recipe", code=True)]
-        for name in _OVER_SEEDS:
-            columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
-        columns += [
-            Column(f"minus {self.baseline}", shown_difference, right=True),
-            Column("seeds", "num_seeds", right=True), Column("verdict", "verdict"),
-        ]  # fmt: skip
-        shown = []
-        for entry in columns:  # a column in which no run has a value says nothing
-            if any(entry.cell(row) not in ("", "–") for row in self.rows):
-                shown.append(entry)
-        return Table(tuple(shown), list(self.rows))
+        for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
+            if any(row[name] is not None for row in self.rows):
+                columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
+        difference = Column(f"minus {self.baseline}", shown_difference, right=True)
+        seeds = Column("seeds", "num_seeds", right=True)
+        columns += [difference, seeds, Column("verdict", "verdict")]
+        return Table(tuple(columns), list(self.rows))
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
