@@ -140,6 +140,8 @@ def test_the_ranks_whose_parts_differ_are_told() -> None:
     for run, hashes in zip(runs, ([7, 8, 9], [7, 5, 9]), strict=True):
         run.fingerprints[1]["tensors"][key].append(hashes)
     assert "Of 3 ranks these differ there: 1." in str(TwoRuns(*runs))
+    runs[0].fingerprints[1]["tensors"][key] = [5, 2.0, NUMEL]  # all are alike
+    assert "Of 3 ranks these differ there: 0, 2." in str(TwoRuns(*runs))
     runs[1].fingerprints[1]["tensors"][key][3] = [1, 2, 3]
     assert "ranks" not in str(TwoRuns(*runs)), "all of them"
 
