@@ -17,7 +17,7 @@ from narrowgauge import errors
 from narrowgauge.measuring.kinds import kind_table
 from narrowgauge.runs import schema
 from narrowgauge.spec import show
-from narrowgauge.spec.tables import Column, Row, Table
+from narrowgauge.spec.tables import Row, Table
 from narrowgauge.spec.toml import load_data, load_toml
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
@@ -72,8 +72,8 @@ def metrics() -> str:
         for table, metrics in schema.METRICS.items()
         for metric in metrics.values()
     ]
-    heads = Column("table", "table", code=True), Column("metric", "metric", code=True)
-    return _markdown(rows, *heads, **{"unit": "unit", "what it is": "help"})
+    shown = {"table": "table", "metric": "metric", "unit": "unit", "what it is": "help"}
+    return Table(rows, shown).markdown()
 
 
 def record(kind: str) -> str:
@@ -82,15 +82,15 @@ def record(kind: str) -> str:
         {"name": column.name, "type": column.type, "unit": column.unit, "help": column.help}
         for column in schema.TABLES[kind].values()
     ]
-    heads = Column("column", "name", code=True), Column("type", "type")
-    return _markdown(rows, *heads, **{"unit": "unit", "what it is": "help"})
+    shown = {"column": "name", "type": "type", "unit": "unit", "what it is": "help"}
+    return Table(rows, shown).markdown()
 
 
 def probes() -> str:
     """Return the properties that ``narrowgauge show arithmetic`` measures."""
     rows = [{"name": name, **row} for name, row in load_data("probes", "runs").items()]
-    heads = Column("property", "name"), Column("measured", "measures")
-    return _markdown(rows, *heads, **{"a difference in a run": "affects"})
+    shown = {"property": "name", "measured": "measures", "a difference in a run": "affects"}
+    return Table(rows, shown).markdown()
 
 
 def machines() -> str:
@@ -106,17 +106,13 @@ def machines() -> str:
             row[machine] = short if results[probe] == bits else f"**{short}**"
         rows.append(row)
     heads = {machine.removeprefix("x86_64 "): machine for machine in recorded}
-    return _markdown(rows, Column("operation", "name"), **heads)
+    return Table(rows, {"operation": "name", **heads}).markdown()
 
 
 def checks() -> str:
     """Return every kind of reading as ``narrowgauge show checks`` prints it, with its bound's source."""
     table = kind_table()
-    return Table((*table.columns, Column("source of the bound", "source")), table.rows).markdown()
-
-
-def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
-    return Table((*heads, *(Column(title, key) for title, key in others.items())), rows).markdown()
+    return Table(table.rows, {**table.shown, "source of the bound": "source"}).markdown()
 
 
 OWN: dict[str, Callable[[], str]] = {

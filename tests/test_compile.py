@@ -35,7 +35,7 @@ FAULTS: dict[str, Any] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_code_that_does_something_else_is_not_used(fault: str) -> None:
     """The function runs, with the right bits, and one warning says so."""
-    call = Compiled(halved, {})
+    call = Compiled(halved)
     call.run = FAULTS[fault](halved)
     x = torch.randn(40, 80)
     with pytest.warns(UserWarning, match="other bits.*same bits") as caught:
@@ -46,7 +46,7 @@ def test_code_that_does_something_else_is_not_used(fault: str) -> None:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_what_is_large_enough_is_compiled(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
-    monkeypatch.setattr(compile, "compiled", lambda *_: lambda *arguments: "compiled")
+    monkeypatch.setattr(compile, "compiled", lambda _: lambda *arguments: "compiled")
     result = compile.fused(compile.COMPILE_ELEMENTS - missing, halved, torch.ones(3))
     assert isinstance(result, str) == (missing == 0)
 
@@ -77,7 +77,7 @@ def test_one_function_serves_all_sizes() -> None:
 
 
 def test_sides_that_belong_together_are_compared_whole() -> None:
-    call = Compiled(of_equal_widths, {})
+    call = Compiled(of_equal_widths)
     call.run = of_equal_widths
     assert call.is_equal((torch.randn(4, 1000), torch.randn(4, 500)))
 
@@ -86,7 +86,7 @@ def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised() -> N
     def failing(*_: object) -> Tensor:
         raise error
 
-    call = Compiled(halved, {})
+    call = Compiled(halved)
     call.run = failing
     for error in (MemoryError("here"), torch.OutOfMemoryError("there")):
         with pytest.raises(type(error)):

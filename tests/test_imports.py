@@ -15,7 +15,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 ORDER = (
     "errors", "spec", "runs", "planner", "report", "torch_support", "numerics", "matmul", "transforms", "optim",
-    "distributed", "assembly", "measuring", "checkpoints", "trainer", "integrations", "cli", "__main__",
+    "distributed", "assembly", "measuring", "trainer", "integrations", "cli", "__main__",
 )  # fmt: skip
 """The packages: each imports from those before it alone."""
 SIDE_BY_SIDE = {"matmul", "transforms", "optim", "distributed"}
@@ -104,7 +104,7 @@ EXPENSIVE = (
 
 ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer.
 """
-ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "transforms.scal")
+ABOUT_THEM = ("integrations", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
 

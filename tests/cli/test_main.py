@@ -5,6 +5,7 @@ mistake.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
     for words in ("", "plan", "plan run", "plan next", "plan scaling"):
         for line in call(*words.split(), "--help").stdout.splitlines():
             if line.strip().startswith("narrowgauge "):
-                lines.append(line.split()[1:])
+                lines.append(shlex.split(line)[1:])
     assert len(lines) >= 11
     for words in lines:
         more = SHORT if words[0] in ("train", "compare") else []

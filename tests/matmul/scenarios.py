@@ -135,7 +135,9 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
     """
     row = layer.compute
     weight = layer.weight.t() if layer.is_transposed else layer.weight
-    saved = output(x, weight, None, Call(layer.registered_name))[1]
+    call = Call(layer.registered_name)
+    rhs = call.cast(weight, "output.right")
+    saved = output(x, rhs, len(weight), None, call)[1].data
     outliers = row.output.left.outliers
     sources = {
         "output": (torch.where(outlier_columns(x, outliers), 0, x) if outliers else x, weight),

@@ -48,10 +48,10 @@ def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
     assert row["difference"] == pytest.approx(0.1) == sum(row["difference_interval"]) / 2
     assert (master["verdict"], master["difference"]) == ("the baseline", None)
     assert compact["difference_interval"] is None
-    assert "step, x bfloat16" not in comparison.table().heads
+    assert "step, x bfloat16" not in comparison.table().shown
     assert group[0].summary is not None
     group[0].summary["step_ratio"] = 0.5
-    assert "step, x bfloat16" in compared(group).table().heads
+    assert "step, x bfloat16" in compared(group).table().shown
 
 
 def test_differences_are_paired_by_seed_and_only_by_seed() -> None:

@@ -37,17 +37,6 @@ def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
         assert not tiled.any(), "what fills the tiles up is zero"
 
 
-def test_the_formula_within_a_tile_is_the_published_one() -> None:
-    """``outer = ((offset % 16) / 4) * 32 + (offset / 16); inner = offset % 4`` is its published
-    inverse.
-    """
-    offset = torch.arange(512)
-    outer = (offset % 16) // 4 * 32 + offset // 16
-    inner = offset % 4
-    assert torch.equal(tiled_offset(outer, inner, 4), offset)
-    assert tiled_offset(torch.tensor(130), torch.tensor(5), 8) == 3 * 512 + 2 * 16 + 1
-
-
 def test_four_bits_are_those_of_ml_dtypes() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
     values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)

@@ -69,11 +69,12 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     auditor = Auditor()
     raised = []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
-        sums = HostCopy(torch.stack(steps([1.0, share])))
-        auditor.fresh.append(([healthy, stalled], 1, sums))
-        total = auditor.collect()
+        for owner, edq in ((healthy, 1.0), (stalled, share)):
+            sample: Any = SimpleNamespace(owners=[owner], storage=rows[owner])
+            auditor.fresh.append((sample, 1, HostCopy(torch.stack(steps([edq])))))
+        raised += auditor.collect(lambda: names)
+        total = auditor.last
         assert total is not None and total[0] == 2.0 and total[1] == 1.0 + share
-        raised += auditor.alarms(lambda: names, rows.__getitem__)
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
     assert all(len(window) == WINDOW for window in auditor.windows.values())
     assert raised[0].message.startswith("'b' stores 35% of its update")
@@ -103,7 +104,7 @@ def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage: str) ->
         for p, q, stored, visible in zip(params, exact, before, seen, strict=True):
             change = optimizer.stored(p).double() - stored
             expected += update_sums(q.detach() - stored, change, p.detach().double() - visible)
-        sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
+        sums = dict(zip(UPDATE_SUMS, optimizer.auditor.last.tolist(), strict=True))
         for name in ("dd", "de", "ee", "nonzero", "lost", "unseen", "elements"):
             theirs = expected[UPDATE_SUMS.index(name)].item()
             assert sums[name] == pytest.approx(theirs, rel=1e-5, abs=1e-15), (name, step)

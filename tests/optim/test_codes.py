@@ -246,7 +246,7 @@ def spacings(
     """How far apart the values of a code are around each x."""
     code = storage.code(name)
     lowest = np.full((len(x), 1), float(code.lowest))
-    if code.scaled:  # it ends at a power of two of its row
+    if code.scaled:  # it ends at a power of two of its block
         back = codes.multipliers(optimizer.state[p][f"{name}_bound"])[1]
         lowest = lowest + np.log2(back.numpy())
     elif name == "weight" and storage.visible == "float16":

@@ -46,15 +46,6 @@ def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
         replace(COMPUTES["float8-row"], name="mine", dtype="float8_e4m3fn")
 
 
-def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
-    expected = {
-        "float8-tensor": 8.0, "float8-row": 8.0, "int8-row": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5,
-        "float8-block": 8.25, "bfloat16": 16.0,
-    }  # fmt: skip
-    assert {name: COMPUTES[name].output.left.bits for name in expected} == expected
-    assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
-
-
 _MX = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
 
 
@@ -118,22 +109,3 @@ def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
             Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column")
         )
         assert row.serves(column) == (not outliers)
-
-
-def test_a_backward_pass_is_of_the_same_codes_or_of_the_values() -> None:
-    for compute in COMPUTES.values():
-        wide = compute.with_backward("wide")
-        assert (
-            wide.output == compute.output and wide.grad_input.is_wide and wide.grad_weight.is_wide
-        )
-        if compute.output.left.outliers:
-            with pytest.raises(RecipeError, match="outlier"):
-                compute.with_backward("dequantized")
-            continue
-        same = compute.with_backward("dequantized")
-        assert same.output == compute.output
-        for product, cast in (
-            (same.grad_input, compute.output.right), (same.grad_weight, compute.output.left)
-        ):  # fmt: skip
-            assert product.left == Cast(compute.dtype)
-            assert replace(product.right, granularity=cast.granularity) == cast

@@ -186,17 +186,12 @@ def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) 
         require_no_statistics(model)
     if mesh is not None:
         sharding.require_mesh(mesh, shard)
-    elif recipe.reduction.name != "native" and all_ranks().size > 1:
+    lacks_mesh = mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1
+    if lacks_mesh or (shard == "none" and not recipe.reduction.order_invariant):
         raise RecipeError(
-            f"Cannot sum gradients over {all_ranks().size} ranks by recipe '{recipe.name}' without "
-            "a mesh.",
-            'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
-        )
-    if shard == "none" and not recipe.reduction.order_invariant:
-        raise RecipeError(
-            f"Cannot sum the gradients of replicas by recipe '{recipe.name}' because "
-            "DistributedDataParallel does.",
-            "Leave out mesh=, and wrap the prepared model in it.",
+            f"Cannot sum gradients over ranks by recipe '{recipe.name}' alone.",
+            "Pass mesh=init_device_mesh(…). To keep the model whole on every rank, take "
+            "'reproducible', or a recipe without a reduction in DistributedDataParallel.",
         )
 
 

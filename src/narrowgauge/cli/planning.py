@@ -54,7 +54,7 @@ def plan_group(context: click.Context) -> None:
 )  # fmt: skip
 @click.option(
     "--model", metavar="TEXT", required=True,
-    help="A preset, a Hugging Face config.json, or org/name in the hub's cache.",
+    help="A preset, a Hugging Face config.json, or its folder.",
 )  # fmt: skip
 @click.option(
     "--recipe", "--recipes", "recipes", metavar="A,B,…", help="[default: master and our own]"
@@ -62,7 +62,7 @@ def plan_group(context: click.Context) -> None:
 @click.option(
     "--chip",
     metavar="A,B,…",
-    help="Chips (narrowgauge show chips), or .toml files: like = 'H100-SXM'.",
+    help="Chips (narrowgauge show chips).",
 )
 @click.option("--chips", metavar="N,M,…", type=_COUNTS, help="Numbers of chips.  [default: 1]")
 @click.option(
@@ -104,22 +104,25 @@ def run_command(as_json: bool, **asked: Any) -> None:
 
 
 @plan_group.command("next", short_help="Tell one measured run, get the next.")
-@click.argument("run", metavar="RUN", type=flags.PATH)
+@click.argument("run", metavar="RUN")
 @click.argument("changes", metavar="NAME=VALUE…", nargs=-1)
 @flags.json_object
-def next_command(run: Path, changes: tuple[str, ...], as_json: bool) -> None:
+def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     """Plan another run, corrected by RUN, which was measured. What is not said is RUN's.
 
     RUN is a run folder, or a TOML file: model, chip, chips, sequence_length, recipes, layout,
     program, tokens_per_second (of all chips), peak_gb; log = "trainer_state.json" reads the speed.
+    Without a file, write these in quotes.
 
     \b
     narrowgauge plan next run.toml chips=128 sequence_length=16384
+    narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
-    from narrowgauge.planner.next import read_changes, read_measured
+    from narrowgauge.planner.layouts import read_values
+    from narrowgauge.planner.next import read_measured
 
     measured = read_measured(run)
-    told = measured.next(**read_changes(changes))
+    told = measured.next(**read_values(changes))
     if as_json:
         return tables.write_json(told.row())
     return click.echo(f"{measured}\n{told}")

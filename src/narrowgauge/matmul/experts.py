@@ -14,7 +14,6 @@ gradient is zero if another one has tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +76,6 @@ class GroupedLinear(Projection, NarrowLayer):
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         return self.product(x, weight, bias, self.key[expert])
 
-    def extra_repr(self) -> str:
-        return f"{len(self.names)}, compute={self.compute.name!r}"
-
 
 # ── the stacks of a module ────────────────────────────────────────────────────────────────────────
 
@@ -88,11 +84,8 @@ NARROW = "narrow"
 """The submodule that holds the swapped projections."""
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _PRODUCTS = (F.linear, *_MATMUL, torch._grouped_mm, F.grouped_mm)
-_KEPT = {
-    "bfloat16", "clone", "contiguous", "detach", "float", "half", "permute", "swapaxes", "t", "to", "transpose", "type",
-}  # fmt: skip
+_KEPT = {"bfloat16", "contiguous", "float", "half", "t", "to", "transpose"}
 """Names of functions whose result is the same weight."""
-_TURNED = (Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
 
 
 class OwnCode:
@@ -103,7 +96,7 @@ class OwnCode:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward, with its swapped projections."""
         module: Any = self
-        multiplied: set[str] = set()
+        multiplied: set[Any] = set()
         layers = dict(module.get_submodule(NARROW).named_children())
         weights = {name: module._parameters[name] for name in layers}
         try:
@@ -112,13 +105,12 @@ class OwnCode:
                 if weight is None:
                     weight = layer.stand_in()
                 if type(weight) in (Tensor, nn.Parameter):  # no DTensor
-                    origin = _Origin(layer, multiplied, name)
-                    module._parameters[name] = _tracked(weight, origin)
+                    module._parameters[name] = _tracked(weight, _Origin(layer, multiplied))
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             module._parameters.update(weights)
         has_tokens = any(isinstance(x, Tensor) and x.numel() > 0 for x in args)
-        missed = sorted(set(layers) - multiplied)
+        missed = [name for name, layer in layers.items() if layer not in multiplied]
         if has_tokens and missed:
             raise RecipeError(
                 f"Cannot multiply '{missed[0]}' of {type(self).__name__} in low precision because "
@@ -133,14 +125,12 @@ class _Origin(NamedTuple):
 
     Attributes:
         layer: the swapped projection.
-        multiplied: names of weights that were multiplied in this call.
-        name: of the weight.
+        multiplied: the projections that multiplied in this call.
         expert: whose part it is; ``None`` for all experts.
     """
 
     layer: Any
-    multiplied: set[str]
-    name: str
+    multiplied: set[Any]
     expert: int | None = None
 
 
@@ -159,14 +149,10 @@ class _Stack(Tensor):
             if not args or not isinstance(args[0], cls):
                 return result
             origin = args[0].origin
-            if func.__name__ in _KEPT or func in _TURNED:
+            if func.__name__ in _KEPT:
                 return _tracked(result, origin)
-            if origin.expert is not None:
-                return result
-            if func in (Tensor.unbind, torch.unbind, Tensor.__iter__):
-                parts = enumerate(result)
-                return iter([_tracked(part, origin._replace(expert=i)) for i, part in parts])
-            if func is Tensor.__getitem__ and result.shape == args[0].shape[1:]:
+            is_choice = func is Tensor.__getitem__ and result.shape == args[0].shape[1:]
+            if is_choice and origin.expert is None:
                 return _tracked(result, origin._replace(expert=int(args[1]) % len(args[0])))
         return result
 
@@ -183,8 +169,8 @@ def _multiply(
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
     weight = stack.as_subclass(Tensor)
     is_batch = func in _MATMUL and weight.ndim == 3
-    origin.multiplied.add(origin.name)
     layer = origin.layer
+    origin.multiplied.add(layer)
     if func is not F.linear:
         weight = weight.transpose(-2, -1)
     if weight.ndim == 2:
@@ -210,16 +196,11 @@ def take_over(owner: nn.Module, name: str, layer: Projection) -> None:
     owner.get_submodule(NARROW).add_module(name, layer)
 
 
-def swap_projections(model: nn.Module, choose: Callable[[str], Compute | None], seed: int) -> None:
-    """Swap the experts whose projections get a compute from ``choose``: their modules' own forward
-    then multiplies by layers.
-    """
-    for name, owner in projections(model).items():
-        compute = choose(name)
-        if compute is not None:
-            own_name = name.rpartition(".")[2]
-            layer = GroupedLinear(owner.get_parameter(own_name), name, compute, seed)
-            take_over(owner, own_name, layer)
+def swap_projection(owner: nn.Module, name: str, compute: Compute, seed: int) -> None:
+    """Swap one projection of a module's experts: its own forward then multiplies by layers."""
+    own_name = name.rpartition(".")[2]
+    layer = GroupedLinear(owner.get_parameter(own_name), name, compute, seed)
+    take_over(owner, own_name, layer)
 
 
 def projections(model: nn.Module) -> dict[str, nn.Module]:

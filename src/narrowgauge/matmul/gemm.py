@@ -145,16 +145,17 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.float(), b.float()
     else:  # a long transposed left side is slow
         a, b = _row_major(a.contiguous()), _row_major(b)
-    parts = []
-    for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
-        parts.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
-    total: Tensor = parts[0]
-    if len(parts) > 1:
+    if a.shape[1] <= terms:
+        total: Tensor = multiply_part(a, b)
+    else:
+        parts = []
+        for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
+            parts.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
         total = torch.stack(parts).sum(0, dtype=torch.float64)
-    if a.is_cuda:
+    if total.dtype is torch.int32:
         return total[:rows, :columns]  # widened where it is scaled
     # The product of 0 and a negative float is -0: integers have none.
-    return total.float() + 0.0
+    return total[:rows, :columns].float() + 0.0
 
 
 def _row_major(x: Tensor) -> Tensor:

@@ -16,19 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul.experts import Projection, projections, take_over
-from narrowgauge.matmul.gemm import multiply, warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import Call, add_outliers, register
-from narrowgauge.matmul.linear import (
-    is_linear,
-    is_transposed,
-    keep_from_fused_kernels,
-    matrix_of,
-    refuse_replaced_forward,
-)
+from narrowgauge.matmul.experts import Projection, take_over
+from narrowgauge.matmul.gemm import warn_if_emulated
+from narrowgauge.matmul.layer_matmuls import Call, output, register
+from narrowgauge.matmul.linear import is_linear, is_transposed, matrix_of
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
 from narrowgauge.matmul.roles import roles_of
-from narrowgauge.matmul.swapping import chooser
+from narrowgauge.matmul.swapping import chosen_layers
 from narrowgauge.numerics.widening import bias_gradient, linear, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
@@ -83,13 +77,7 @@ class _Product(torch.autograd.Function):
         if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
             return linear(x, values_of(weight, shape).to(x.dtype), bias).clone()
-        call = Call(name)
-        product = call.compute.output
-        lhs = call.cast(x, "output.left")
-        y = multiply(lhs, weight, product, (x.shape[0], rows), x.dtype, bias)
-        if product.left.outliers:
-            y = add_outliers(y, x, product.left.outliers, weight.data, weight.outer)
-        return y
+        return output(x, weight, rows, bias, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -177,9 +165,8 @@ class _Copy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        changes = name.endswith("_") and not name.endswith("__")
-        data = func == Tensor.data.__get__  # type: ignore[attr-defined]
-        if (changes or data or name in ("__set__", "__setitem__")) and isinstance(args[0], cls):
+        is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+        if is_data or name == "__set__" or (name.endswith("_") and not name.endswith("__")):
             raise RecipeError(
                 "Cannot change the weight of a layer that stores codes and scales.",
                 "To merge adapters, load the base again in 16 bits; add adapters before "
@@ -214,10 +201,9 @@ class QuantizedExperts(_Stored, Projection):
     def stand_in(self) -> Tensor:
         """Return a tensor of the weight's shape and dtype, without memory."""
         codes = self.stored().data
-        stack = torch.empty((), dtype=self.dtype, device=codes.device).expand(codes.shape)
         if self.is_transposed:
-            stack = stack.transpose(1, 2)
-        return stack
+            codes = codes.transpose(1, 2)
+        return torch.empty((), dtype=self.dtype, device=codes.device).expand(codes.shape)
 
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         codes, scales, _ = self.stored()
@@ -263,41 +249,33 @@ def quantize_for_inference(
     """
     require_float64(model.parameters())
     compute = with_codes(compute)
-    choose = chooser(model, compute, keep, roles_of(model, warns=True))
-    stacks = {}
-    for name, owner in projections(model).items():
-        if choose(name) is not None:
-            stacks[name] = owner
-            if not hasattr(owner, "is_transposed"):
-                raise RecipeError(
-                    f"Cannot quantize '{name}' because its {type(owner).__name__} does not say, "
-                    "as is_transposed, whether its weights are [experts, in, out].",
-                    f'Leave the experts as they are with keep=("*.{name.split(".")[-2]}",).',
-                )
-    layers = []
-    for name, module in model.named_modules():
-        if is_linear(module) and choose(name) is not None:
-            refuse_replaced_forward(name, module, compute)
-            if "weight" not in module._parameters:
-                raise RecipeError(
-                    f"Cannot quantize '{name}' because its weight is computed in every call.",
-                    "Remove its weight norm or parametrization first.",
-                )
-            layers.append(module)
-    if not layers and not stacks:
-        raise RecipeError(
-            f"{type(model).__name__} has no linear layer to quantize.",
-            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
-        )
+    layers = chosen_layers(model, compute, keep, roles_of(model, warns=True))
+    for name, (module, _) in layers.items():
+        _require_storable(name, module)
     device = next(model.parameters()).device
-    keep_from_fused_kernels(model)
     shared: dict[Tensor, Operand] = {}
-    for layer in layers:
-        quantize_layer(layer, compute, shared)
-    for name, owner in stacks.items():
-        _quantize_experts(owner, name.rpartition(".")[2], compute)
+    for name, (module, _) in layers.items():
+        if is_linear(module):
+            quantize_layer(module, compute, shared)
+        else:
+            _quantize_experts(module, name.rpartition(".")[2], compute)
     warn_if_emulated(compute, device)
     return model.eval()
+
+
+def _require_storable(name: str, module: nn.Module) -> None:
+    """Refuse weights that codes cannot stand for."""
+    if not is_linear(module) and not hasattr(module, "is_transposed"):
+        raise RecipeError(
+            f"Cannot quantize '{name}' because its {type(module).__name__} does not say, "
+            "as is_transposed, whether its weights are [experts, in, out].",
+            f'Leave the experts as they are with keep=("*.{name.split(".")[-2]}",).',
+        )
+    if is_linear(module) and "weight" not in module._parameters:
+        raise RecipeError(
+            f"Cannot quantize '{name}' because its weight is computed in every call.",
+            "Remove its weight norm or parametrization first.",
+        )
 
 
 def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.widening import add_product, bias_gradient
@@ -85,22 +85,28 @@ class Call(NamedTuple):
         return cast_matrix(x, cast, row.dim, operand_dtype(cast, product, x.device), key, fold)
 
 
-def output(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Any, ...]:
-    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the parts of the operand saved
-    for backward: x's cast, or x itself.
+def output(
+    x: Tensor, rhs: Operand, outputs: int, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Operand]:
+    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and the operand of ``[out, in]``, and the operand
+    saved for backward: x's cast, or x itself.
     """
-    if is_traced():
-        TRACED.add(call.name)
     compute = call.compute
     product = compute.output
-    rhs = call.cast(weight, "output.right")
     lhs = call.cast(x, "output.left")
-    y = multiply(lhs, rhs, product, (x.shape[0], weight.shape[0]), x.dtype, bias)
+    y = multiply(lhs, rhs, product, (x.shape[0], outputs), x.dtype, bias)
     if product.left.outliers:
         y = add_outliers(y, x, product.left.outliers, rhs.data, rhs.outer)
     if compute.cast_slots["grad_weight.right"] == "output.left":
-        return y, *lhs
-    return y, *Operand(x)
+        return y, lhs
+    return y, Operand(x)
+
+
+def layer_output(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Operand]:
+    """Return :func:`output` of a weight that has no cast yet."""
+    return output(x, call.cast(weight, "output.right"), weight.shape[0], bias, call)
 
 
 def gradients(
@@ -180,7 +186,9 @@ class LayerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Any:
-        y, *saved = output(x, weight, bias, call)
+        if is_traced():
+            TRACED.add(call.name)
+        y, saved = layer_output(x, weight, bias, call)
         key = call.key
         if key is not None:  # DDP writes buffers before each pass
             key = key.clone()
@@ -189,13 +197,8 @@ class LayerProduct(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # casts have no derivative
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():  # with create_graph=True
-            raise RecipeError(
-                "Cannot take a second derivative of a narrow layer because its casts have no rule "
-                "for it.",
-                "Leave out create_graph=True, or leave the layer plain: keep=.",
-            )
         *saved, weight, key = ctx.saved_tensors
         call = Call(ctx.compute_name, key)
         return *gradients(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None

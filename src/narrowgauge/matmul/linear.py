@@ -110,6 +110,9 @@ class NarrowLayer(nn.Module):
         # Another process does not know the compute yet.
         self.registered_name = layer_matmuls.register(self.compute)
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, compute={self.compute.name!r}"
+
 
 class Linear(NarrowLayer, nn.Linear):
     """A linear layer in the arithmetic of a compute; made by :func:`swap_linears`.
@@ -131,9 +134,6 @@ class Linear(NarrowLayer, nn.Linear):
 
             return multiply_parts(self, input, weight, self.bias)
         return self.product(input, weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -195,7 +195,6 @@ def make_narrow(name: str, module: nn.Module, compute: Compute, seed: int) -> No
 
     It stays the same object, so hooks and references stay valid.
     """
-    refuse_replaced_forward(name, module, compute)
     transposed = is_transposed(module)
     weight = cast(Tensor, module.weight)
     kind: Any = type(module)

@@ -14,7 +14,6 @@ products are emulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -33,8 +32,6 @@ from narrowgauge.numerics.quantization import (
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 from narrowgauge.torch_support import torch_names
-from narrowgauge.torch_support.compile import fused
-from narrowgauge.torch_support.torch_names import is_traced
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
@@ -74,27 +71,20 @@ def multiply_codes(
     if kernel.scales:
         if kernel.name == "mxfp4":
             dtype = torch.bfloat16  # all that its kernel writes
-        run: Any = _scaled_product
-        if is_traced():
-            run = _traced_product
         names = product.left.granularity, product.right.granularity
-        values = run(a, b, _scales_of(lhs, names[0]), _scales_of(rhs, names[1]), *names, dtype)
-    else:
-        has_rows = _has_rows(lhs) or _has_rows(rhs)
-        if has_rows and dtype != torch.bfloat16:
-            # With scales of rows, older libraries' kernel writes only bfloat16.
-            left, right = lhs.outer, rhs.outer
-            lhs, rhs = Operand(lhs.data), Operand(rhs.data)
-            dtype = torch.float32
-            has_rows = False
-        scales = _scale_of(lhs, has_rows), _scale_of(rhs, has_rows).t()
-        is_fast = product.accumulation == "fast"
-        values = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=is_fast)
+        scales = _scales_of(lhs, names[0]), _scales_of(rhs, names[1])
+        return _scaled_product(a, b, *scales, *names, dtype), None, None
+    has_rows = any(x.outer is not None and x.outer.numel() > 1 for x in (lhs, rhs))
+    if has_rows and dtype != torch.bfloat16:
+        # With scales of rows, older libraries' kernel writes only bfloat16.
+        left, right = lhs.outer, rhs.outer
+        lhs, rhs = Operand(lhs.data), Operand(rhs.data)
+        dtype = torch.float32
+        has_rows = False
+    factors = _scale_of(lhs, has_rows), _scale_of(rhs, has_rows).t()
+    is_fast = product.accumulation == "fast"
+    values = torch._scaled_mm(a, b.t(), *factors, out_dtype=dtype, use_fast_accum=is_fast)
     return values, left, right
-
-
-def _has_rows(operand: Operand) -> bool:
-    return operand.outer is not None and operand.outer.numel() > 1
 
 
 def filled(x: Tensor, least_rows: int = 0, columns_by: int = _SIDE) -> Tensor:
@@ -145,19 +135,9 @@ def _in_columns(operand: Operand) -> Tensor:
 def _in_tiles(operand: Operand) -> Tensor:
     assert operand.inner is not None
     codes = operand.inner.view(torch.uint8)
-    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. It does not depend on
-    # the number of tokens, so one compiled function lays out all of them.
+    # Scales of 16 × 16 values are repeated: the kernel reads one for each row.
     times = operand.data.shape[0] // codes.shape[0]
-    tiles: Tensor = fused(codes.numel(), _tiling(times), codes)
-    return tiles.view(operand.inner.dtype)
-
-
-@lru_cache(None)
-def _tiling(times: int) -> Callable[[Tensor], Tensor]:
-    def tile(scales: Tensor) -> Tensor:
-        return tiled_scales(scales.repeat_interleave(times, 0))
-
-    return tile
+    return tiled_scales(codes.repeat_interleave(times, 0)).view(operand.inner.dtype)
 
 
 _LAYOUTS = {
@@ -168,6 +148,9 @@ _LAYOUTS = {
 """PyTorch's ``ScalingType`` of each granularity, and how its kernel reads the scales."""
 
 
+# PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
+# casts, tiles and padding around it are traced, and fuse.
+@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
 def _scaled_product(
     a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], left: str, right: str, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
@@ -190,14 +173,7 @@ def _scaled_product(
     return result
 
 
-# PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
-# casts, tiles and padding around it are traced, and fuse.
-_traced_product: Any = torch.library.custom_op(
-    "narrowgauge::scaled_mm", _scaled_product, mutates_args=()
-)
-
-
-@_traced_product.register_fake  # type: ignore[untyped-decorator]
+@_scaled_product.register_fake
 def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
@@ -214,15 +190,14 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         first, second = _exact_operand(lhs, 137), _exact_operand(rhs, 269)
         exactly = _values(first) @ _values(second).t()
+        there = _moved(first, device), _moved(second, device)
         try:
             for dtype in (torch.bfloat16, torch.float32):
-                there = _moved(first, device), _moved(second, device)
-                values, *outer = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
-                values = values[: exactly.shape[0], : exactly.shape[1]]
+                values, left, right = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
                 # Read here: a device error is raised when its result is read.
-                result = _values(_moved(Operand(values, outer[0]), torch.device("cpu")))
-                if outer[1] is not None:
-                    result *= outer[1].t().cpu()
+                result = values[: exactly.shape[0], : exactly.shape[1]].cpu().double()
+                if left is not None and right is not None:
+                    result = result * left.cpu() * right.cpu().t()
                 if not torch.equal(result, exactly.to(values.dtype).double()):
                     return False
         except torch.OutOfMemoryError:

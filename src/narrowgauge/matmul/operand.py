@@ -230,7 +230,7 @@ def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
 def _content_key(key: Tensor, *matrices: Tensor) -> Tensor:
     row = torch.arange(_ROWS, device=key.device)[:, None]
     column = torch.arange(_COLUMNS, device=key.device)
-    factors = 2 * (row * _COLUMNS + column) + 1
+    factors = torch.arange(1, 2 * _ROWS * _COLUMNS, 2, device=key.device).view(_ROWS, _COLUMNS)
     for matrix in matrices:
         rows = row * matrix.shape[0] // _ROWS
         columns = column * matrix.shape[1] // _COLUMNS

@@ -20,6 +20,7 @@ from narrowgauge.matmul.linear import (
     is_linear,
     keep_from_fused_kernels,
     make_narrow,
+    refuse_replaced_forward,
 )
 from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.spec.computes import Compute
@@ -145,26 +146,14 @@ def swap_linears(
             )
         if not compute.is_wide:
             roles = roles_of(model, compute.keep_last, warns=True)
-    choose = chooser(model, compute, keep, roles)
-    for name, module in list(model.named_modules()):
-        if is_linear(module) and (chosen := choose(name)) is not None:
-            before = getattr(module, "compute", chosen)
-            if isinstance(module, Linear) and before != chosen and not before.is_wide:
-                warnings.warn(
-                    f"'{name}' was narrow already: from now on it multiplies in {chosen.name}, and "
-                    f"not in {before.name}, in every model that holds it.",
-                    stacklevel=2,
-                )
+    for name, (module, chosen) in chosen_layers(model, compute, keep, roles).items():
+        if is_linear(module):
+            _warn_if_narrow(name, module, chosen)
             make_narrow(plain_name(name), module, chosen, seed)
-    experts.swap_projections(model, choose, seed)
+        else:
+            experts.swap_projection(module, name, chosen, seed)
     linears = NarrowLayers(model)
     layers = linears.layers.values()
-    if not layers:
-        raise RecipeError(
-            f"{type(model).__name__} has no linear layer to compute narrowly.",
-            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
-        )
-    keep_from_fused_kernels(model)
     for layer in layers:
         warn_if_emulated(layer.compute, layer.key.device)
     is_narrow = not all(layer.compute.is_wide for layer in layers)
@@ -174,6 +163,17 @@ def swap_linears(
             stacklevel=2,
         )
     return linears
+
+
+def _warn_if_narrow(name: str, module: Any, compute: Compute) -> None:
+    """Warn of a layer that multiplies otherwise from now on, in every model that holds it."""
+    is_narrow = isinstance(module, Linear) and not module.compute.is_wide
+    if is_narrow and module.compute != compute:
+        warnings.warn(
+            f"'{name}' was narrow already: from now on it multiplies in {compute.name}, and "
+            f"not in {module.compute.name}, in every model that holds it.",
+            stacklevel=3,
+        )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -186,29 +186,35 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def chooser(
+def chosen_layers(
     model: nn.Module, compute: Choice, keep: tuple[str, ...], roles: Mapping[str, str]
-) -> Callable[[str], Compute | None]:
-    """Return a function from a layer's name to its compute; ``None`` if ``keep`` or its role leaves
-    it alone.
+) -> dict[str, tuple[nn.Module, Compute]]:
+    """Return the linear layers and owners of experts that neither ``keep`` nor their role leaves
+    alone, and their computes, by name.
 
-    Refuse patterns of layers to leave alone that match none.
+    Refuse patterns that match none, a layer whose forward is replaced, and a model without layers.
     """
-    names = list(multiplied(model))
+    layers = multiplied(model)
     for pattern in keep:
-        if not any(_matches(name, [pattern]) for name in names):
+        if not any(_matches(name, [pattern]) for name in layers):
+            names = list(layers)
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
                 f"{type(model).__name__}.",
                 f"Its names look like {', '.join(names[:1] + names[-1:])}.",
             )
-
-    def choose(name: str) -> Compute | None:
-        if name in roles or _matches(name, keep):
-            return None
-        chosen: Any = compute
-        if callable(compute):
-            chosen = compute(name)
-        return None if chosen is None else get_compute(chosen)
-
-    return choose
+    chosen = {}
+    for name, module in layers.items():
+        choice: Any = None
+        if name not in roles and not _matches(name, keep):
+            choice = compute(name) if callable(compute) else compute
+        if choice is not None:
+            chosen[name] = module, get_compute(choice)
+            refuse_replaced_forward(name, module, chosen[name][1])
+    if not chosen:
+        raise RecipeError(
+            f"{type(model).__name__} has no linear layer to compute narrowly.",
+            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
+        )
+    keep_from_fused_kernels(model)
+    return chosen

@@ -25,7 +25,7 @@ from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, number
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.tables import Column, Table, json_value
+from narrowgauge.spec.tables import Table, json_value
 
 NEGLIGIBLE = 1e-3
 """Fraction of the baseline's loss: a difference whose whole interval lies within does not matter."""
@@ -72,14 +72,13 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        columns = [Column("recipe", "recipe", code=True)]
+        columns: dict[str, str | Callable[[Row], str]] = {"recipe": "recipe"}
         for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
             if any(row[name] is not None for row in self.rows):
-                columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
-        difference = Column(f"minus {self.baseline}", shown_difference, right=True)
-        seeds = Column("seeds", "num_seeds", right=True)
-        columns += [difference, seeds, Column("verdict", "verdict")]
-        return Table(tuple(columns), list(self.rows))
+                columns[SUMMARY[name].label] = SUMMARY[name].cell
+        columns[f"minus {self.baseline}"] = shown_difference
+        columns |= {"seeds": "num_seeds", "verdict": "verdict"}
+        return Table(list(self.rows), columns)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 from narrowgauge.spec.toml import load_data
 
 SEVERITIES = ("error", "warning", "note")
@@ -53,8 +53,5 @@ KINDS: dict[str, Kind] = {
 
 def kind_table() -> Table:
     """Return the table that ``narrowgauge show checks`` prints."""
-    columns = (
-        *name_columns(reading="name"), *text_columns(measured_by="by"), *number_columns(bound="bound"),
-        *text_columns(value="value"),
-    )  # fmt: skip
-    return Table(columns, [asdict(kind) for kind in KINDS.values()])
+    shown = {"reading": "name", "measured by": "by", "bound": "bound", "value": "value"}
+    return Table([asdict(kind) for kind in KINDS.values()], shown)

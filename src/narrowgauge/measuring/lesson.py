@@ -21,7 +21,7 @@ from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_b
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.tables import Table, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 from narrowgauge.torch_support.put_back import put_back
 from narrowgauge.torch_support.torch_names import graph_nodes
 
@@ -33,13 +33,10 @@ _MOST = 0.9
 """Share of the rows that settles what they learn."""
 _LEAST = 2.0**-14
 """Sum of a row's gradient over its absolute sum, where float32 alone rounds."""
-_COLUMNS = (
-    *text_columns(learns="learns"),
-    *number_columns(
-        rows="rows", learn="learned", weights_sum_to="weight_sum", padding_learns="padding_learned"
-    ),
-    *text_columns(softmax="function", format="dtype"),
-)
+_SHOWN = {
+    "learns": "learns", "rows": "rows", "learn": "learned", "weights sum to": "weight_sum", "padding learns": "padding_learned",
+    "softmax": "function", "format": "dtype",
+}  # fmt: skip
 
 
 class Lesson(Readings):
@@ -109,7 +106,7 @@ def teaches(
     softmaxes = [softmax for softmax in softmaxes if softmax.classes == most]
     lesson.taught = facts = _facts(softmaxes, _padding_of(model))
     lesson.readings = list(_readings(facts))
-    lesson.lines = Table(_COLUMNS, [facts]).plain().splitlines()
+    lesson.lines = Table([facts], _SHOWN).plain().splitlines()
     if facts["excess"]:
         lesson.lines.append(
             f"The gradient on a row of logits sums to {facts['excess']:.2g} of its size, not to 0: "

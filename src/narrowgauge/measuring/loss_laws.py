@@ -86,7 +86,7 @@ def _spikes(tell: Tell, kind: str, value_of: Callable[[Step], float | None]) -> 
         limit = math.inf
         if len(values) >= 20:
             level = median([*values][-30:])
-            noise = 1.4826 / math.sqrt(2) * median(abs(b - a) for a, b in pairwise(values))
+            noise = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(values)])
             least = math.log(10.0) / 8 if is_norm else 0.01 * max(1.0, abs(level))
             limit = level + KINDS[kind].bound * max(noise, least)
         if value <= limit:

@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.kinds import KINDS, SEVERITIES
 from narrowgauge.runs.finding import told
-from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 
 STAGES = (
     "start", "between steps", "data", "forward", "loss", "gradient", "clip", "optimizer step", "storage", "evaluation",
@@ -60,11 +60,8 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        numbers = {}
-        for name in ("value", "expected", "bound"):
-            number = getattr(self, name)
-            numbers[name] = math.nan if number is None else number
-        return kind.text.format(**numbers)
+        fields = {name: math.nan if x is None else x for name, x in asdict(self).items()}
+        return kind.text.format(**fields)
 
     @property
     def severity(self) -> str:
@@ -145,11 +142,7 @@ def failure_of(title: str, error: Exception) -> str:
 MAX_ROWS = 10
 MAX_SENTENCES = 8
 """Maximum number of printed rows, and of printed sentences. JSON has all."""
-_COLUMNS = (
-    *number_columns(step="step"), *text_columns(stage="stage"),
-    *name_columns(tensor="tensor", what="what"),
-    *number_columns(value="value", expected="expected", bound="bound"),
-)  # fmt: skip
+_SHOWN = ("step", "stage", "tensor", "what", "value", "expected", "bound")
 
 
 class Readings(Sequence[Reading]):
@@ -180,6 +173,10 @@ class Readings(Sequence[Reading]):
         self.lines = list(lines)
         self.looked_at = looked_at
         self.unseen = dict(unseen or {})
+
+    def add(self, what: str, tensors: Any, value: float, *limits: float) -> None:
+        """Add a reading, with its expected value, 0 if left out, and its bound."""
+        self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
 
     @property
     def serious(self) -> list[Reading]:
@@ -232,7 +229,7 @@ class Readings(Sequence[Reading]):
             if reading.text:
                 sentences.setdefault(reading.what, f"{reading.what}{note}: {reading.text}")
         if self.readings:
-            table = Table(_COLUMNS, list(map(asdict, self.readings[:MAX_ROWS])))
+            table = Table(list(self.readings[:MAX_ROWS]), dict(zip(_SHOWN, _SHOWN, strict=True)))
             lines += table.plain().splitlines()
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")

@@ -27,11 +27,11 @@ from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
-from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
+from narrowgauge.measuring.step_row import bytes_per_param, columns_of, summary_of
 from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -77,8 +77,8 @@ class RunRecorder:
             wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard: ``lambda kind,
             row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
             row).items()]``. Its exceptions end the loop.
-        resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
-            the first step. The ``settings`` replace those in its ``run.toml``.
+        resume: continue the run in the folder, if there is one; call :meth:`go_back` before the
+            first step. The ``settings`` replace those in its ``run.toml``.
         tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``.
 
     Attributes:
@@ -138,7 +138,7 @@ class RunRecorder:
         self._record: Record | None = None
         self._started = time.perf_counter()
         self._tokens = 0
-        self._must_go_back = False
+        self._must_go_back = resume
         self._is_open = True
         with ExitStack() as undo:
             optimizers = set_up_of(model, optimizer).optimizers
@@ -172,10 +172,7 @@ class RunRecorder:
             self._hear(self.optimizer)
         if earlier is None:
             self.event("start", str(content["config"]["model"]))
-        else:  # its steps may be lost, and other rows tell of them
-            rows = [*earlier.steps, *earlier.evals, *earlier.events]
-            self._must_go_back = any(row["step"] for row in rows)
-        if not self._must_go_back:
+        if not resume:
             self._begin_at(0)
 
     def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
@@ -198,7 +195,8 @@ class RunRecorder:
             before(alarms)
             for alarm in alarms:
                 numbers = alarm.tensor, alarm.reading.edq, 1.0
-                self._log(measured("lost-updates", *numbers, step=self.num_steps + 1))
+                reading = measured("lost-updates", *numbers, step=self.num_steps + 1)
+                self._append("events", reading.to_dict())
 
         optimizer.on_alarm = alarmed
 
@@ -209,7 +207,6 @@ class RunRecorder:
         loss: float | Tensor | None = None,
         *,
         tokens: int | None = None,
-        batch: Tensor | None = None,
         **columns: Any,
     ) -> None:
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
@@ -220,8 +217,6 @@ class RunRecorder:
             loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
                 for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            batch: the step's tokens or inputs on this rank, copied to the host. The sum of the
-                ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
                 optimizer's norm, if it clips, and the time since the last call. A row
@@ -231,8 +226,6 @@ class RunRecorder:
         """
         if tokens is not None:
             columns["tokens"] = self._tokens + tokens
-        if batch is not None:
-            columns["batch_crc"] = batch_checksum(batch)
         self.meter.end_step(plain({"loss": loss, **columns}))
 
     def _write(self, row: Row) -> None:
@@ -316,8 +309,8 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
+        is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._note)
         last = run.steps[-1] if run.steps else {}
         self._tokens = last.get("tokens", 0) if tokens is None else tokens
@@ -330,7 +323,7 @@ class RunRecorder:
                 self._compare_states(event["place"], objects)
                 break
         self._begin_at(step)
-        if goes_on:
+        if not is_fresh:
             self.event("resume", f"from step {step}")
 
     def _rewound(self, step: int) -> Run:
@@ -404,17 +397,15 @@ class RunRecorder:
     def _read(self, step: Step) -> None:
         """Let the laws read a step, and log and show what is new, notes left out."""
         sentences = []
-        readings = self.laws.fresh(step)
-        for reading in readings:
-            self._log(reading)
+        since = 0
+        for reading in self.laws.fresh(step):
+            self._append("events", reading.to_dict())
             if reading.severity != "note":
                 words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
                 sentences.append(words.rstrip("."))
+                since = max(since, reading.step)
         if sentences:
-            self._warn(f"step {max(x.step for x in readings)}: {'; '.join(sentences)}")
-
-    def _log(self, reading: Reading) -> None:
-        self._append("events", reading.to_dict())
+            self._warn(f"step {since}: {'; '.join(sentences)}")
 
     def _note(self, text: str) -> None:
         """Log a note, and show it."""
@@ -451,10 +442,7 @@ class RunRecorder:
             "tokens": self._tokens or None, "bytes_per_param": bytes_per_param(self.optimizer),
             "wall_seconds": time.perf_counter() - self._started, **summary_of(run),
         }  # fmt: skip
-        text = f"after {counted(self.num_steps, 'step')}"
-        if "val_loss" in summary:
-            text = f"validation loss {summary['val_loss']:.4f}"
-        self.event("finish", text)
+        self.event("finish", f"after {counted(self.num_steps, 'step')}")
         if self._record is not None:
             self._record.summary(summary)
 

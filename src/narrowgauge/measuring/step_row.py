@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.hashing import fingerprint
-from narrowgauge.optim.audit import figures_of
+from narrowgauge.numerics.metrics import update_metrics
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -37,9 +36,11 @@ def columns_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
         value = getattr(optimizer, name)
         if value is not None:
             row[name] = float(value)
-    if optimizer.last_audit is not None:
-        row |= figures_of(optimizer.last_audit.to("cpu", torch.float64))
-        optimizer.last_audit = None
+    sums = optimizer.auditor.last
+    if sums is not None:
+        for name, metric in update_metrics(sums).items():
+            row[name] = None if metric.isnan() else float(metric)
+        optimizer.auditor.last = None
     return row
 
 
@@ -55,19 +56,6 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
             if isinstance(x, Tensor):
                 size += local_of(x).nbytes
     return size / max(1, count)
-
-
-def batch_checksum(batch: Tensor) -> str:
-    """Return a 64-bit checksum of a step's tokens or inputs on all ranks: the sum of a hash of each
-    sequence.
-
-    Example:
-        >>> batch_checksum(torch.zeros(2, 3)) == batch_checksum(torch.ones(2, 3))
-        False
-    """
-    sequences = batch.detach().cpu().reshape(-1, batch.shape[-1])
-    total = sum(all_ranks().gather(sum(map(fingerprint, sequences))))
-    return f"{total % 2**64:016x}"
 
 
 def summary_of(run: Run) -> Row:

@@ -26,7 +26,7 @@ from narrowgauge.runs.schema import STEP, Row, number
 from narrowgauge.spec.formats import FORMATS
 
 STAGE_OF = {
-    "tokens": "data", "batch_crc": "data", "output": "forward", "loss": "loss", "grad": "gradient",
+    "tokens": "data", "output": "forward", "loss": "loss", "grad": "gradient",
     "grad_norm": "gradient", "lr": "optimizer step", "loss_scale": "optimizer step",
     "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step",
     "exp_avg_sq": "optimizer step", "state": "optimizer step",
@@ -36,7 +36,7 @@ STAGE_OF = {
 differ between any two runs.
 """
 _KINDS = list(STAGE_OF)
-EXACT = ("tokens", "batch_crc", "lr", "loss_scale", "skipped")
+EXACT = ("tokens", "lr", "loss_scale", "skipped")
 """Values that rounding cannot change."""
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""

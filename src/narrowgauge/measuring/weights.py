@@ -24,7 +24,7 @@ from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
+from narrowgauge.spec.tables import Row, Table
 
 CHUNK = 1 << 17
 """Elements that are compared at once: they stay in the cache."""
@@ -222,12 +222,9 @@ def _lines(rows: list[Row]) -> Iterator[str]:
     if ones:
         yield f"vectors that are exactly 1: {len(ones)}, {told(ones)}"
     if differing:
-        columns = number_columns(
-            values="values", differ="differ", change="change", factor="factor",
-            nonfinite="nonfinite",
-        )  # fmt: skip
-        columns = (*name_columns(weights="name"), *columns)
-        yield from Table(columns, differing[:MOST_ROWS]).plain().splitlines()
+        keys = "values", "differ", "change", "factor", "nonfinite"
+        shown = {"weights": "name", **dict(zip(keys, keys, strict=True))}
+        yield from Table(differing[:MOST_ROWS], shown).plain().splitlines()
 
 
 def _of_adapters(rows: list[Row]) -> Iterator[str]:

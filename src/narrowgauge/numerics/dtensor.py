@@ -12,6 +12,7 @@ norm's gradient, and the sum over ranks is the gradient. :func:`gradient_of` is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,21 +37,13 @@ def local_of(tensor: Any) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
-    placements = [_summed(placement) for placement in tensor.placements]
-    local: Tensor = _placed(tensor, tuple(placements)).to_local()
-    return local
-
-
-def _summed(placement: Any) -> Any:
-    """Return the placement of the sum of parts: on every rank.
-
-    Return other placements unchanged.
-    """
-    if not placement.is_partial():
-        return placement
     from torch.distributed.tensor import Replicate
 
-    return Replicate()
+    placements = []
+    for placement in tensor.placements:
+        placements.append(Replicate() if placement.is_partial() else placement)
+    local: Tensor = _placed(tensor, tuple(placements)).to_local()
+    return local
 
 
 def _placed(tensor: Any, placements: tuple[Any, ...]) -> Any:
@@ -89,35 +82,46 @@ def named_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     return gradients
 
 
-def split_groups(tensor: Any, *, columns: int | None = None) -> list[Any]:
-    """Return the process groups of the mesh axes that split a tensor's elements, or only its last
-    ``columns`` dimensions.
-    """
+def split_groups(tensor: Any) -> list[Any]:
+    """Return the process groups of the mesh axes that split a tensor's elements."""
     groups = []
     for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
-        if _splits(placement) and (columns is None or _splits_row(tensor, placement, columns)):
+        if _splits(placement):
             groups.append(tensor.device_mesh.get_group(axis))
     return groups
 
 
-def _splits_row(tensor: Any, placement: Any, row_dims: int) -> bool:
-    """Return whether a placement splits one of the last dimensions, which are a row."""
-    return _splits(placement) and bool(placement.dim >= tensor.ndim - row_dims)
+def part_of_row(tensor: Any, row_dims: int) -> int:
+    """Return the elements of a row in a shard, but for the last one. 0: rows are whole.
+
+    A row is the last ``row_dims`` dimensions. Parts of another than the first of them are no
+    neighbours in memory: they count as single elements.
+    """
+    first = tensor.ndim - row_dims
+    shape = list(tensor.shape[first:])
+    for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
+        num_ranks = tensor.device_mesh.size(axis)
+        if not _splits(placement) or num_ranks == 1 or placement.dim < first:
+            continue
+        if placement.dim > first:
+            return 1
+        shape[0] = -(-shape[0] // num_ranks)
+    return 0 if shape == list(tensor.shape[first:]) else math.prod(shape)
 
 
-def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
+def placed_like(owner: Any, part: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return this rank's part of a state as a DTensor placed like its parameter ``owner``.
 
     Keep it for a plain parameter. A distributed checkpoint can save and reshard the result.
 
     Args:
-        part: parameter-shaped. Its last ``row_dims`` dimensions, which no ranks share, are 1 instead.
+        part: parameter-shaped, or a part of a state of another ``shape``.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((*owner.shape[: owner.ndim - row_dims], *[1] * row_dims))
+    shape = torch.Size(shape or owner.shape)
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
         part, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=stride
@@ -143,12 +147,9 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], [])}
     for tensor in tensors:
         groups = split_groups(tensor)
-        pairs.setdefault(_names(groups), (groups, []))[1].append(tensor)
+        names = tuple([group.group_name for group in groups])
+        pairs.setdefault(names, (groups, []))[1].append(tensor)
     return list(pairs.values())
-
-
-def _names(groups: Sequence[Any]) -> tuple[str, ...]:
-    return tuple([group.group_name for group in groups])
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:

@@ -264,7 +264,7 @@ def round_to(
       two smallest powers.
     * ``stochastic``: one of the two neighbours. The mean is the value, to 2^-30 of an ulp. The random
       bits are a hash of ``seed`` (an int, or a 0-d integer tensor, which does not recompile), the
-      element's logical index and its float32 bits.
+      element's logical index and its bits.
     * A value past the largest becomes infinity if the format has one, else NaN if it has that, else
       the end of the range. ``saturate=True`` gives the end of the range in every format.
     * NaN becomes the quiet NaN, or 0 in a format without NaN. A zero keeps its sign.
@@ -327,9 +327,17 @@ def _power(exponent: Tensor) -> Tensor:
 
 def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
     """Return a uniform number of 31 bits in [0, 1) for each element, of its seed, index and bits."""
-    word = torch.as_tensor(seed, dtype=torch.int64, device=x.device) & 0xFFFFFFFF
-    # Within int32's range before it is converted: compilers convert values outside differently.
-    word = ((word ^ 0x80000000) - 0x80000000).to(torch.int32)
+    word = _low_word(torch.as_tensor(seed, dtype=torch.int64, device=x.device))
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
-    place = random_bits((index & MAGNITUDE).to(torch.int32), word)
-    return (random_bits(place ^ bits_of(x.detach().float()), word) & MAGNITUDE).double() * 2.0**-31
+    if x.dtype is torch.float64:
+        wide = x.detach().contiguous().view(torch.int64)
+        bits = _low_word(wide ^ (wide >> 32))
+    else:
+        bits = bits_of(x.detach().float())
+    place = random_bits(_low_word(index), word)
+    return (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
+
+
+def _low_word(x: Tensor) -> Tensor:
+    # Within int32's range before it is converted: compilers convert values outside differently.
+    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)

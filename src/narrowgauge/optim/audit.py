@@ -27,7 +27,6 @@ from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.sample import Sample
 from narrowgauge.optim.state import LocalState
 from narrowgauge.spec.significance import MIN_EDQ, student_t
-from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
@@ -119,16 +118,6 @@ MESSAGE = (
 )
 
 
-def figures_of(sums: Tensor) -> dict[str, float | None]:
-    """Return the metrics that a run records from a vector of sums; ``None`` if no change was
-    intended.
-    """
-    figures: dict[str, float | None] = {}
-    for name, metric in update_metrics(sums).items():
-        figures[name] = None if metric.isnan() else float(metric)
-    return figures
-
-
 def read(rows: Iterable[Tensor], last_step: int = 0) -> AuditedUpdates:
     """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step up to
     ``last_step``.
@@ -157,22 +146,24 @@ def read(rows: Iterable[Tensor], last_step: int = 0) -> AuditedUpdates:
 
 
 class Auditor:
-    """Audit one optimizer's tensors, and decide on alarms.
+    """Audit one optimizer's tensors.
 
     Attributes:
-        fresh: the tensors that the last step audited, its number, and their ``UPDATE_SUMS``,
-            float64 ``[tensors, 10]``. They may still be in flight on a device.
+        fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
+            tensors, float64 ``[tensors, 10]``. They may still be in flight on a device.
+        last: the sums of all tensors of the last step; ``None`` if it was not audited.
         windows: the last sums of each tensor, oldest first.
         total: those of all tensors together.
         seen: the step of each tensor's last audit.
     """
 
     def __init__(self) -> None:
-        self.fresh: list[tuple[Sequence[Tensor], int, HostCopy]] = []
+        self.fresh: list[tuple[Sample, int, HostCopy]] = []
+        self.last: Tensor | None = None
         self.windows: dict[Tensor, deque[Tensor]] = {}
         self.total: deque[Tensor] = deque(maxlen=WINDOW)
         self.seen: dict[Tensor, int] = {}
-        self._alarmed: set[Tensor] = set()
+        self._stalled: set[Tensor] = set()
         self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
@@ -188,6 +179,7 @@ class Auditor:
                 sample = self._samples.get(states[0].owner)
                 if sample is None or not sample.fits(states):
                     sample = Sample(states)
+                    self._samples[states[0].owner] = sample
                 sample.follow(states, numbers, is_audited)
                 self._followed.append((sample, states, numbers))
 
@@ -196,51 +188,42 @@ class Auditor:
         for sample, states, numbers in self._followed:
             step = states[0].step + 1
             sample.end(states, step)
-            self._samples[sample.owners[0]] = sample
             if sample.lane is not None:
-                self.fresh.append((sample.owners, step, HostCopy(sample.sums(states, numbers))))
+                self.fresh.append((sample, step, HostCopy(sample.sums(states, numbers))))
         self._followed = []
 
-    def collect(self) -> Tensor | None:
-        """Move the new sums into the windows and return their total; ``None`` without new ones."""
-        if not self.fresh:
-            return None
-        total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
-        for owners, step, sums in self.fresh:
-            for owner, row in zip(owners, sums.cpu(), strict=True):
-                total += row
-                self.windows.setdefault(owner, deque(maxlen=WINDOW)).append(row)
-                self.seen[owner] = step
-        self.fresh = []
-        self.total.append(total)
-        return total
-
-    def alarms(
-        self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
-    ) -> list[Alarm]:
-        """Return the tensors that began to stall since the last call.
+    def collect(self, names_of: Callable[[], Mapping[Tensor, str]]) -> list[Alarm]:
+        """Move the new sums into the windows. Return the tensors that begin to stall.
 
         In a healthy run no name is asked for.
         """
-        result = []
-        for owner, window in self.windows.items():
-            meant, stored, *_ = window[-1].tolist()
-            is_whole = MIN_EDQ * meant <= stored <= meant / MIN_EDQ
-            if is_whole and owner not in self._alarmed:
-                continue
-            reading = read(window, self.seen[owner])
-            if not reading.stalls:
-                self._alarmed.discard(owner)
-                continue
-            name = names_of().get(owner)
-            if name is None or owner in self._alarmed:  # it was replaced since, or is known
-                continue
-            storage = storage_of(owner)
-            if storage.weight.rounding == "stochastic" and reading.num_moved < FEWEST_MOVED:
-                continue  # it stores rare updates on average, and a window may contain few
-            self._alarmed.add(owner)
-            result.append(Alarm(name, storage.name, storage.fallback, reading))
-        return result
+        alarms = []
+        self.last = None
+        if self.fresh:
+            self.last = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
+            self.total.append(self.last)
+        for sample, step, sums in self.fresh:
+            storage = sample.storage
+            for owner, row in zip(sample.owners, sums.cpu(), strict=True):
+                self.last += row
+                self.windows.setdefault(owner, deque(maxlen=WINDOW)).append(row)
+                self.seen[owner] = step
+                meant, stored, *_ = row.tolist()
+                is_whole = MIN_EDQ * meant <= stored <= meant / MIN_EDQ
+                if is_whole and owner not in self._stalled:
+                    continue
+                reading = read(self.windows[owner], step)
+                # A stochastic storage stores rare updates on average, and a window may contain few.
+                is_rounded_at_random = storage.weight.rounding == "stochastic"
+                is_chance = is_rounded_at_random and reading.num_moved < FEWEST_MOVED
+                if not reading.stalls:
+                    self._stalled.discard(owner)
+                elif owner not in self._stalled and not is_chance:
+                    self._stalled.add(owner)
+                    name = names_of().get(owner, "")
+                    alarms.append(Alarm(name, storage.name, storage.fallback, reading))
+        self.fresh = []
+        return alarms
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
@@ -322,7 +305,8 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         1.0
     """
     inner = unwrapped(optimizer)
-    if not hasattr(inner, "auditor"):
+    auditor = getattr(inner, "auditor", None)
+    if not isinstance(auditor, Auditor):
         raise RecipeError(
             f"Cannot audit {type(inner).__name__}, because it does not audit its steps.",
             "Use a Narrowgauge optimizer.",
@@ -330,7 +314,6 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     if model is not None:
         inner.name_parameters(model)
     inner.settle()
-    auditor: Auditor = inner.auditor
     names = inner.parameter_names()
     readings = Audit()
     for parameter, window in auditor.windows.items():

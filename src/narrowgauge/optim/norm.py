@@ -43,7 +43,7 @@ class SquaresTable(Squares):
             self._tensors += [local_of(tensor).contiguous() for tensor in members]
         counts = [len(members) for _, members in groups]
         numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
-        self.programs.lay_out([(x.numel(), SPAN) for x in self._tensors])
+        self.programs.lay_out([(1, x.numel()) for x in self._tensors])
         self.programs.rows[:, 1] = [x.data_ptr() for x in self._tensors]
         self.programs.find_aligned()
         self.programs.rows[:, PLACE["format"]] = [FORMATS[x.dtype] for x in self._tensors]

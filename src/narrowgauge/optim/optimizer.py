@@ -92,7 +92,6 @@ class Optimizer(torch.optim.Optimizer):
 
     grad_norm: Tensor | None = None
     last_control: Tensor | None = None
-    last_audit: Tensor | None = None
     loss_scale: Tensor | None = None  # that of the last step, if there was one
     num_skipped = 0
     # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
@@ -494,17 +493,13 @@ class Optimizer(torch.optim.Optimizer):
             return
         skip, counts = self._pending
         self._pending = None
-        self.last_audit = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
             torch._foreach_add_(counts, -1)
             self.auditor.fresh.clear()
-            return
-        self.last_audit = self.auditor.collect()
-        if self.last_audit is not None:
-            alarms = self.auditor.alarms(self.parameter_names, self.storage_of)
-            if alarms:
-                self.on_alarm(alarms)
+        alarms = self.auditor.collect(self.parameter_names)
+        if alarms:
+            self.on_alarm(alarms)
 
     # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
@@ -514,7 +509,7 @@ class Optimizer(torch.optim.Optimizer):
 
         A whole float has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
         float64), ``weight_low``, ``packed``, and codes such as ``exp_avg_bits``. ``…_bound`` is the
-        scale of each row. ``step`` is 0-d float32, and ``window`` where the codes of ``word``
+        scale of each block. ``step`` is 0-d float32, and ``window`` where the codes of ``word``
         begin. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count

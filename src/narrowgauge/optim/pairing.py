@@ -80,7 +80,7 @@ class Kernels:
         if storage.scaled and not getattr(rule, "monotone", True):
             raise RecipeError(
                 f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
-                "scales by row, and the rule does not say that it is monotone.",
+                "scales by block, and the rule does not say that it is monotone.",
                 "Take a storage such as 'word', or Rule(…, monotone=True) if larger gradients and "
                 "states always give larger new states.",
             )

@@ -1,13 +1,12 @@
 """The sample of an audit: elements of each tensor, with moments that no storage cuts.
 
 Each step reads the gradients of the sample, and steps moments of its own in float32. An audited step
-reads what is stored, too, and runs the definition on all samples at once.
+reads what is stored before and after it, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from narrowgauge.numerics.metrics import change_terms
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, finite_or_zero, named
+from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import word_of
@@ -50,27 +50,24 @@ class Sample:
     """Follow elements of states that step alike, joined.
 
     Attributes:
-        owners: the parameters.
-        places, rows: of each state's elements in memory.
+        owners, storage: the parameters, and where they are stored.
+        places: of each state's elements in memory.
         moments: those of the rule that were never cut, flat. A matrix rule has none.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
     """
 
     def __init__(self, states: States) -> None:
+        kernel = states[0].kernel
         self.owners = [state.owner for state in states]
+        self.storage = kernel.storage
         most = min(ELEMENTS, max(64, MOST_ELEMENTS // len(states)))
         turn = states[0].step // TURN
         self.places = [sample_of(state.parameter.numel(), most, turn) for state in states]
-        self.rows: list[Tensor] = []
-        for state, x in zip(states, self.places, strict=True):
-            places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
-            self.rows.append(places // state.form[1])
         self.lane: Lane | None = None
         self.change: Any = None
         self.moments: list[Tensor] = []
         self.end(states, states[0].step)
-        kernel = states[0].kernel
         if isinstance(kernel.rule, Rule):
             lane = self._stored(states, torch.zeros(()))
             self.moments = [codes.read_state(kernel.storage, lane, x) for x in kernel.rule.states]
@@ -78,11 +75,11 @@ class Sample:
     def fits(self, states: States) -> bool:
         """Return whether the moments are those of these states now."""
         step = states[0].step
-        return step % TURN != 0 and self._stamp == _stamp_of(states, step)
+        return step % TURN != 0 and self._stamp == (step, _versions(states))
 
     def end(self, states: States, step: int) -> None:
         """Say that the states have taken so many steps."""
-        self._stamp = _stamp_of(states, step)
+        self._stamp = step, _versions(states)
 
     def _read(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the elements of tensors in the shapes of the parameters."""
@@ -92,25 +89,22 @@ class Sample:
         return torch.cat(parts)
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
-        """Return what is stored now, with the scales of its rows."""
+        """Return what is stored now, with the scales of its blocks."""
         kernel = states[0].kernel
         weight = self._read([state.parameter.detach() for state in states])
         weight = weight.to(getattr(torch, kernel.storage.visible))
         words = []
         for plane in kernel.planes:
             words.append(word_of(self._read([state.planes[plane.name] for state in states])))
-        scales = self._scales(states)
-        return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
-
-    def _scales(self, states: States) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the multipliers of each element's row."""
         scales = {}
-        for name in states[0].kernel.scaled:
-            parts = []
-            for state, rows in zip(states, self.rows, strict=True):
-                parts.append(state.bounds[name].view(-1).index_select(0, rows))
-            scales[name] = codes.multipliers(torch.cat(parts))
-        return scales
+        for name in kernel.scaled:
+            bounds = []
+            for state, x in zip(states, self.places, strict=True):
+                places = torch.arange(x.start, x.stop, x.step, device=weight.device)
+                row, column = places // state.form[1], places % state.form[1]
+                bounds.append(state.bounds[name][row, column // BLOCK])
+            scales[name] = codes.multipliers(torch.cat(bounds))
+        return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
     def follow(self, states: States, numbers: Numbers, is_audited: bool) -> None:
         """Step the exact moments, and read what an audited step compares.
@@ -143,40 +137,34 @@ class Sample:
         """
         assert self.lane is not None
         rule, storage = numbers.kernel.rule, numbers.kernel.storage
-        scales = {}
-        for name, (into, _) in self._scales(states).items():  # of the new bounds
-            scales[name] = into, self.lane.scales[name][1]
-        lane = replace(self.lane, scales=scales)
-        scalars = named(rule, numbers.values)
-        inputs = Inputs(rule, storage, lane, self.change, scalars, numbers.seed)
-        intended, stored, visible = codes.changes(storage, lane, advance(inputs))
+        after = self._stored(states, self.lane.gradient)
+        weight = codes.read_weight(storage, self.lane)
+        stored = codes.read_weight(storage, after) - weight
+        seen = codes.visible_value(storage.visible, after.visible)
+        seen = seen - codes.visible_value(storage.visible, self.lane.visible)
+        intended = self.change
         decay = arrived = torch.zeros_like(stored)
-        spacings = 0.0
-        if rule.decay and numbers.scalars[rule.scalars.index(rule.decay)]:
-            spacings = abs(numbers.scalars[rule.scalars.index(rule.decay)])
+        rate = dict(zip(rule.scalars, numbers.scalars, strict=True)).get(rule.decay, 0.0)
+        if rate:
+            scalars = named(rule, numbers.values)
+            decay = finite_or_zero(weight) * scalars[rule.decay]
+            if not isinstance(rule, Rule):
+                intended = self.change + decay
             still = {**scalars, rule.decay: torch.zeros_like(scalars[rule.decay])}
-            without = codes.changes(storage, lane, advance(inputs._replace(scalars=still)))
-            decay = intended - without[0]
-            arrived = stored - without[1]
-        if isinstance(rule, Rule):
-            intended = self.change
-        terms = change_terms(intended, stored, visible)
+            inputs = Inputs(rule, storage, self.lane, self.change, still, numbers.seed)
+            arrived = stored - codes.changes(storage, self.lane, advance(inputs))[1]
+        terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
-        terms.append(torch.full_like(terms[0], spacings * storage.weight.spacings))
-        sums = []
-        for part in torch.stack(terms, 1).split([len(places) for places in self.places]):
-            sums.append(part.sum(0))
-        return torch.stack(sums)
+        terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
+        parts = torch.stack(terms, 1).split([len(places) for places in self.places])
+        return torch.stack([part.sum(0) for part in parts])
 
 
-def _stamp_of(states: States, step: int) -> tuple[int, int, list[int]]:
-    """Return what tells whether a sample may go on. Versions of tensors change when anything but a
-    kernel writes them.
-    """
-    version = 0
-    owners = []
+def _versions(states: States) -> list[int]:
+    """Return what changes when anything but a kernel writes the states, or others take their place."""
+    versions = []
     for state in states:
-        owners.append(id(state.owner))
+        versions.append(id(state.owner))
         for plane in state.planes.values():
-            version += plane._version
-    return step, version, owners
+            versions.append(plane._version)
+    return versions

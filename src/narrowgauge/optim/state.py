@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of, placed_like, split_groups
+from narrowgauge.numerics.dtensor import local_of, part_of_row, placed_like
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.planes import INTEGER, as_rows, row_dims
+from narrowgauge.optim.planes import BLOCK, INTEGER, as_rows, bounds_shape, row_dims
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, WINDOW, Code, width_of
@@ -62,9 +62,8 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
         return known
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
-        dims = row_dims(parameter.shape)
-        rows = (*shape[: len(shape) - dims], *[1] * max(1, dims))
-        specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, rows))
+        form = bounds_shape(shape, row_dims(parameter.shape))
+        specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, form))
     for name, extra in extras.items():
         code = kernel.storage.code(extra.role)
         key_of_extra = saved_as(name, code)
@@ -95,10 +94,10 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
     local = local_of(parameter.detach())
     storage = kernel.storage
     dims = row_dims(parameter.shape)
-    if storage.scaled and split_groups(parameter, columns=dims):
+    if storage.scaled and part_of_row(parameter, dims) % BLOCK:
         raise RecipeError(
-            f"Cannot use storage '{storage.name}' for a parameter whose rows ranks share: its codes "
-            "have a scale for each row.",
+            f"Cannot use storage '{storage.name}' for a shard of {part_of_row(parameter, dims)} "
+            f"columns: its codes have a scale for each block of {BLOCK}.",
             f"Shard matrices along their first dimension, or use '{storage.fallback}'.",
         )
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
@@ -114,7 +113,8 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
         zeros = local.new_zeros(spec.shape, dtype=spec.dtype)
         state[spec.name] = zeros
         if spec.kind == "bounds":
-            state[spec.name] = placed_like(parameter, zeros, row_dims=dims)
+            form = bounds_shape(parameter.shape, dims)
+            state[spec.name] = placed_like(parameter, zeros, shape=form)
     return state
 
 
@@ -144,8 +144,8 @@ class LocalState:
         entry: ``optimizer.state`` of the owner.
         tensors: the local tensors of the state by name, without counts and notes.
         planes: those in the parameter's shape.
-        bounds: for each code scaled by row, a bound on the exact values of each row: float32
-            ``[rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the
+        bounds: for each scaled code, a bound on the exact values of each block: float32
+            ``[rows, blocks]``. A rounded value may exceed its bound: the window ends at 1.7 times the
             power of two above.
         form: rows and columns.
         extras: a matrix rule's states that are separate from the weight.
@@ -177,6 +177,7 @@ class LocalState:
             )
         dims = row_dims(owner.shape) if kernel.scaled else 0
         self.form = as_rows(self.parameter.shape, dims)
+        block_form = self.form[0], -(-self.form[1] // BLOCK)
         self.tensors: dict[str, Tensor] = {}
         self.planes: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
@@ -194,7 +195,7 @@ class LocalState:
                 local = local_of(entry[name])
             self.tensors[name] = local
             if kind == "bounds":
-                local = local.view(-1, 1)
+                local = local.view(block_form)
             getattr(self, kind)[field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:

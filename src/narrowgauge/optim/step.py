@@ -129,7 +129,7 @@ class Step:
             reason = "compile=False"
         device = self.control.device
         way = language_on(device)
-        if has_kernel(kernel.rule, kernel.storage):
+        if has_kernel(kernel.rule, kernel.storage, way):
             reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
         else:
             way = TORCH

@@ -12,7 +12,7 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import cells, codes
 from narrowgauge.optim.extras import extra_values, store_extra
-from narrowgauge.optim.row_bounds import peaks_of_rows
+from narrowgauge.optim.planes import block_peaks
 from narrowgauge.optim.walk import spans
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> N
     storage = state.storage
     value = values.detach().to(codes.value_dtype(storage))
     if name in state.bounds:
-        state.bounds[name].copy_(peaks_of_rows(state, value))
+        state.bounds[name].copy_(block_peaks(state.in_rows(value)))
     for span in spans(state, value):
         # The random bits are a hash of the stored weights, as in a step.
         lane = span.lane()

@@ -6,18 +6,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.shapes import (
-    Architecture,
-    Layers,
-    Weight,
-    layers_of,
-    parameters_of,
-)
+from narrowgauge.planner.shapes import Architecture, Layers, Weight, parameters_of
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")  # fmt: skip
 _WHOLE = {"full_attention", "attention", "global"}
@@ -82,11 +76,11 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Count its state: narrowgauge show storages --params {_total(model)}.",
         )
-    kv_heads = _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
     dim = _size(config, "head_dim", default=hidden // heads)
     latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
     result = Architecture(
-        name, kinds, hidden, head.weight.shape[0], heads, kv_heads,
+        name, kinds, hidden, head.weight.shape[0], heads,
+        num_kv_heads=_size(config, "num_key_value_heads", "num_kv_heads", default=heads),
         query_dim=latent_dim or dim, value_dim=_size(config, "v_head_dim", default=dim),
         is_latent=latent_dim > 0, tie_embeddings=head.weight is embedding.weight,
     )  # fmt: skip
@@ -116,40 +110,33 @@ def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if kind in _WHOLE or getattr(config, "use_sliding_window", True) is False:
         window = None
-    matmuls = list(_matmuls_of(module, config, hidden))
+    matmuls = []
+    for name, value in module.named_parameters():
+        if value.ndim in (2, 3) and not _NO_MATRIX.search(name):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            shape = value.shape[::-1] if "Conv1D" in type(owner).__name__ else value.shape
+            matmuls.append(_matmul(name.removesuffix(".weight"), shape, config, hidden))
     vectors = _total(module) - parameters_of(matmuls)
-    return layers_of(matmuls, vectors, has_attention=has_attention, window=window)
+    return Layers(tuple(matmuls), vectors, has_attention=has_attention, window=window)
 
 
-def _matmuls_of(layer: Any, config: Any, hidden: int) -> Iterator[Weight]:
-    """Yield the matrices of a layer. Those of an MLP are named up or down, gates are up."""
-    for name, value in layer.named_parameters():
-        module, _, leaf = name.removesuffix(".weight").rpartition(".")
-        if _NO_MATRIX.search(name) or value.ndim not in (2, 3):
-            continue
-        out, inner = value.shape[-2:]
-        if value.ndim == 3:  # one tensor of all experts
-            width = inner if out == hidden else out
-            size = _size(config, *_CHOSEN, default=1) / len(value), len(value)
-            yield _expert(leaf, width, hidden, *size)
-            continue
-        if "Conv1D" in type(layer.get_submodule(name.rpartition(".")[0])).__name__:
-            inner, out = value.shape
-        is_down = out == hidden and (inner != hidden or "down" in leaf)
-        role = "down_proj" if is_down else "up_proj"
-        if _ATTENTION.search(name):
-            yield Weight(leaf, inner, out, "attention")
-        elif "shared" not in module and re.search(r"gate$|router", name.removesuffix(".weight")):
-            yield Weight("router", inner, out, "experts")
-        else:
-            yield Weight(role, inner, out, "mlp")
-
-
-def _expert(leaf: str, width: int, hidden: int, share: float, count: int) -> Weight:
-    """Return the matrices of one tensor of all experts of a layer."""
-    if "down" in leaf or leaf == "w2":
-        return Weight("experts.down_proj", width, hidden, "experts", count, share)
-    if leaf == "gate_up_proj":  # two matmuls, as presets have, so both names give one answer
-        width //= 2
-        count *= 2
-    return Weight("experts.up_proj", hidden, width, "experts", count, share)
+def _matmul(name: str, shape: Sequence[int], config: Any, hidden: int) -> Weight:
+    """Return a matrix of a layer. Those of an MLP are named up or down, gates are up."""
+    out, inner = shape[-2:]
+    leaf = name.rpartition(".")[2]
+    if len(shape) == 3:  # one tensor of all experts
+        count = shape[0]
+        share = _size(config, *_CHOSEN, default=1) / count
+        width = inner if out == hidden else out
+        if "down" in leaf or leaf == "w2":
+            return Weight("experts.down_proj", width, hidden, "experts", count, share)
+        if leaf == "gate_up_proj":  # two matmuls, as presets have, so both names give one answer
+            width //= 2
+            count *= 2
+        return Weight("experts.up_proj", hidden, width, "experts", count, share)
+    if _ATTENTION.search(name):
+        return Weight(leaf, inner, out, "attention")
+    if "shared" not in name.rpartition(".")[0] and re.search(r"gate$|router", name):
+        return Weight("router", inner, out, "experts")
+    is_down = out == hidden and (inner != hidden or "down" in leaf)
+    return Weight("down_proj" if is_down else "up_proj", inner, out, "mlp")

@@ -31,13 +31,6 @@ _ROW = ("fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_len
         "tokens_per_second", "rate_interval", "memory_interval", "mfu", "measured_loss")  # fmt: skip
 
 
-def fits_text(least: float, most: float, room: float) -> str:
-    """Return ``"yes"``, ``"barely"`` (``most`` bytes do not fit) or ``"no"``."""
-    if least > room:
-        return "no"
-    return "yes" if most <= room else "barely"
-
-
 @dataclass(frozen=True)
 class Estimate(Ask):
     """Compute the memory and the time of an ask."""
@@ -75,14 +68,9 @@ class Estimate(Ask):
         return self.headroom_bytes >= 0 and self.host_bytes <= self.cluster.host_memory_bytes
 
     @property
-    def outside_bytes(self) -> float:
-        """Return what no framework's allocator reserves."""
-        return outside_bytes(self.layout.num_ranks)
-
-    @property
     def reserved_bytes(self) -> float:
         """Return what the framework's allocator reserves."""
-        return self.peak_bytes - self.outside_bytes
+        return self.peak_bytes - outside_bytes(self.layout.num_ranks)
 
     @property
     def allocated_bytes(self) -> float:
@@ -92,9 +80,9 @@ class Estimate(Ask):
     @property
     def memory_interval(self) -> Ends:
         """Return the 80 % interval of the memory."""
-        low, high = ERRORS["memory"][self.kind]["ends"]
-        outside = self.outside_bytes
-        return self.reserved_bytes * low + outside, self.reserved_bytes * high + outside
+        outside = self.peak_bytes - self.reserved_bytes
+        low, high = (self.reserved_bytes * end for end in ERRORS["memory"][self.kind]["ends"])
+        return low + outside, high + outside
 
     @property
     def has_room(self) -> bool:

@@ -11,6 +11,8 @@ matrices.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -125,12 +127,15 @@ class Layout:
             >>> print(Layout(shard=4, zero=1, tensor=2, micro_batch=2, recompute="full"))
             shard 4 (ZeRO-1), tensor 2, micro-batch 2 × 1, recompute full
         """
-        sizes = {name: getattr(self, name) for name in AXES}
-        sizes["interleaved"] = self.interleave
-        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one chip"]
-        text = ", ".join(parts)
-        if self.zero != 3:
-            text = text.replace(f"shard {self.shard}", f"shard {self.shard} (ZeRO-{self.zero})")
+        parts = []
+        for name in (*AXES, "interleave"):
+            size = getattr(self, name)
+            if size > 1:
+                is_partial = name == "shard" and self.zero < 3
+                parts.append(
+                    f"{name} {size} (ZeRO-{self.zero})" if is_partial else f"{name} {size}"
+                )
+        text = ", ".join(parts) or "one chip"
         text += f", micro-batch {self.micro_batch} × {self.micro_batches}"
         if self.recompute != "none":
             text += f", recompute {self.recompute}"
@@ -145,18 +150,16 @@ def suits(a: Architecture, layout: Layout, sequence_length: int) -> bool:
     Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
     groups.
     """
-    tensor = layout.tensor
     stages = layout.pipeline * layout.interleave
     ranks = layout.num_ranks // layout.pipeline // layout.expert_tensor_ranks
-    experts = a.num_experts or 1
+    most_heads = max(a.num_kv_heads, layout.tensor)
     return (
         layout.pipeline <= a.num_layers
-        and (stages == 1 or layout.pipeline > 1)
-        and (stages == 1 or stages <= a.num_layers + 2)
-        and a.num_heads % tensor == 0
-        and 0 in (a.num_kv_heads % tensor, tensor % a.num_kv_heads)
+        and stages <= (a.num_layers + 2 if layout.pipeline > 1 else 1)
+        and a.num_heads % layout.tensor == 0
+        and most_heads % min(a.num_kv_heads, layout.tensor) == 0
         and sequence_length % layout.context == 0
-        and experts % layout.expert == ranks % layout.expert == 0
+        and (a.num_experts or 1) % layout.expert == ranks % layout.expert == 0
     )
 
 
@@ -173,31 +176,45 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Fields override names.
     """
-    if not isinstance(layout, str):
-        layout = ",".join(f"{name}={value}" for name, value in layout.items())
-    named, values = read_fields(layout, "layout", NAMED_LAYOUTS, Layout.__slots__)
+    named = ""
+    values = layout
+    if isinstance(layout, str):
+        named, values = read_fields(layout, "layout", NAMED_LAYOUTS)
+    refuse_unknown(values, Layout.__slots__, "a layout", RecipeError)
     values = {**NAMED_LAYOUTS.get(named, {}), **values}
     Layout(**values)
     return values
 
 
-def read_fields(
-    text: str, noun: str, names: Iterable[str], allowed: Iterable[str]
-) -> tuple[str, dict[str, Any]]:
+def read_fields(text: str, noun: str, names: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``noun`` they describe.
 
     The name is empty without one.
     """
     named = ""
-    values = dict[str, Any]()
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = map(str.strip, part.partition("="))
+    fields = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        if "=" in word:
+            fields.append(word)
+        else:
+            require_choice(noun, word, names)
+            named = word
+    return named, read_values(fields)
+
+
+def read_values(words: Iterable[str]) -> dict[str, Any]:
+    """Read ``NAME=VALUE``. A value is JSON, or else a text.
+
+    Example:
+        >>> read_values(["chips=128", "recipes=float8-row/word", "sequence-length=16384"])
+        {'chips': 128, 'recipes': 'float8-row/word', 'sequence_length': 16384}
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = map(str.strip, word.partition("="))
         if not equals:
-            require_choice(noun, name, names)
-            named = name
-            continue
-        values[name] = int(value) if value.isdecimal() else value
-        if value in ("true", "false"):
-            values[name] = value == "true"
-    refuse_unknown(values, allowed, f"a {noun}", RecipeError)
-    return named, values
+            raise RecipeError(f"Cannot read {word!r}.", "Write NAME=VALUE: chips=128.")
+        values[name.replace("-", "_")] = value
+        with contextlib.suppress(ValueError):
+            values[name.replace("-", "_")] = json.loads(value)
+    return values

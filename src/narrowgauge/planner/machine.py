@@ -10,6 +10,7 @@ Rates are in one direction and per chip, as in the table of chips. A TOML file h
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ HOST_GB_PER_CHIP = 256
 """Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
 data sheets).
 """
-_RATES = ("interconnect_gbit_per_second", "host_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,16 @@ def cluster_of(
     chips_per_node: int | None = None,
     *,
     name: str = "",
-    **rates: float,
+    interconnect_gbit_per_second: float = 0.0,
+    host_memory_gb: float = 0.0,
 ) -> Cluster:
     """Return a cluster. Fewer chips than a full node make one smaller node.
 
     Args:
         chips_per_node: None for eight, or for the chips on one link.
         name: empty for the number and the chip.
-        rates: ``interconnect_gbit_per_second`` of a node, or the chip's usual rate;
-            ``host_memory_gb`` of a node, or :data:`HOST_GB_PER_CHIP` for each chip.
+        interconnect_gbit_per_second, host_memory_gb: of a node; 0 for the chip's usual rate, and
+            for :data:`HOST_GB_PER_CHIP`.
     Raises:
         NarrowgaugeError: an unknown chip, or a number that is none of at least 1.
     """
@@ -102,13 +103,14 @@ def cluster_of(
         chips_per_node = math.ceil(chips / math.ceil(chips / kind.chips_per_node))
     require_number("chips_per_node", chips_per_node, 1, is_whole=True)
     size = min(chips, chips_per_node)
-    usual = {
-        "interconnect_gbit_per_second": kind.network_gbit_per_second * size,
-        "host_memory_gb": HOST_GB_PER_CHIP * size,
-    }
-    for field, value in rates.items():
-        require_number(field, value, is_open=True)
-    return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **{**usual, **rates})
+    if not interconnect_gbit_per_second:
+        interconnect_gbit_per_second = kind.network_gbit_per_second * size
+    if not host_memory_gb:
+        host_memory_gb = HOST_GB_PER_CHIP * size
+    require_number("interconnect_gbit_per_second", interconnect_gbit_per_second)
+    require_number("host_memory_gb", host_memory_gb)
+    name = name or f"{chips} × {kind.name}"
+    return Cluster(kind, chips, size, interconnect_gbit_per_second, host_memory_gb, name)
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -122,7 +124,7 @@ def read_cluster(path: str | Path) -> Cluster:
     """
     advice = "Write chip = 'H100-SXM' and chips = 8."
     table = read_file(path, "cluster", advice)
-    refuse_unknown(table, ("chip", "chips", "chips_per_node", *_RATES), str(path))
+    refuse_unknown(table, inspect.signature(cluster_of).parameters, str(path))
     if not {"chip", "chips"} <= {*table}:
         raise DataError(f"{path} does not say its chip or its chips.", advice)
-    return cluster_of(str(table.pop("chip")), **table, name=Path(path).stem)
+    return cluster_of(**{"name": Path(path).stem, **table})

@@ -1,4 +1,4 @@
-"""Models: the architecture of a preset, a ``config.json`` or a model of the hub's cache.
+"""Models: the architecture of a preset, a ``config.json``.
 
 A preset answers at once. transformers builds a ``config.json`` on the meta device, without memory.
 We read its parameters and guess none.
@@ -6,25 +6,16 @@ We read its parameters and guess none.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.shapes import Architecture, Weight, layers_of
-from narrowgauge.spec.models import MODELS, refuse_own_code
+from narrowgauge.planner.shapes import Architecture, Layers, Weight
+from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.toml import load_data
-
-
-def _mlp(inner: int, size: int, gates: int, prefix: str = "", **fields: Any) -> list[Weight]:
-    up = Weight(f"{prefix}up_proj", inner, size, fields.pop("part", "mlp"), **fields)
-    down = replace(up, name=f"{prefix}down_proj", in_features=size, out_features=inner)
-    return [up] * gates + [down]
 
 
 def decoder(
@@ -59,34 +50,38 @@ def decoder(
     """
     kv_heads = num_kv_heads or num_heads
     dim = head_dim or hidden_size // num_heads
-    usual = [(hidden_size, heads * dim) for heads in (num_heads, kv_heads, kv_heads)]
-    matmuls = []
-    for inner, out in attention or (*usual, (num_heads * dim, hidden_size)):
-        matmuls.append(Weight("attention", inner, out, "attention"))
-    gates = 1 + is_gated
+    if not attention:
+        attention = [(hidden_size, heads * dim) for heads in (num_heads, kv_heads, kv_heads)]
+        attention.append((num_heads * dim, hidden_size))
+    mixer = [Weight("attention", inner, out, "attention") for inner, out in attention]
     vectors += 2 * hidden_size
-    dense = [*matmuls, *_mlp(hidden_size, intermediate_size or 4 * hidden_size, gates)]
+    ups = 1 + is_gated
+    dense = mixer + _mlp(hidden_size, intermediate_size or 4 * hidden_size, ups)
     if has_biases:
         vectors += 2 * hidden_size + sum(weight.out_features for weight in dense)
-    kinds = [layers_of(dense, vectors, num_layers)]
+    layers = [Layers(tuple(dense), vectors, num_layers)]
     if mixture:
         experts = mixture["num_experts"]
-        matmuls.append(Weight("router", hidden_size, experts, "experts"))
-        matmuls += _mlp(
-            hidden_size, mixture["expert_size"], gates, "experts.",
-            part="experts", count=experts, tokens_share=mixture["experts_per_token"] / experts,
-        )  # fmt: skip
+        sparse = [*mixer, Weight("router", hidden_size, experts, "experts")]
+        for weight in _mlp(hidden_size, mixture["expert_size"], ups):
+            share = mixture["experts_per_token"] / experts
+            sizes = weight.in_features, weight.out_features
+            sparse.append(Weight(f"experts.{weight.name}", *sizes, "experts", experts, share))
         if mixture["shared_size"]:
-            matmuls += _mlp(hidden_size, mixture["shared_size"], gates)
-        sparse = layers_of(matmuls, vectors, num_layers - mixture["dense_layers"])
-        kinds = [replace(kinds[0], count=mixture["dense_layers"]), sparse]
-    outer = hidden_size * (1 + has_biases)
-    layers = tuple(kind for kind in kinds if kind.count)
-    dims = {"query_dim": dim, "value_dim": dim, **fields}
+            sparse += _mlp(hidden_size, mixture["shared_size"], ups)
+        count = mixture["dense_layers"]
+        layers = [Layers(tuple(sparse), vectors, num_layers - count)]
+        if count:
+            layers.insert(0, Layers(tuple(dense), vectors, count))
     return Architecture(
-        name, layers, hidden_size,
-        num_heads=num_heads, num_kv_heads=kv_heads, outer_vectors=outer, **dims,
+        name, tuple(layers), hidden_size, num_heads=num_heads, num_kv_heads=kv_heads,
+        outer_vectors=hidden_size * (1 + has_biases), **{"query_dim": dim, "value_dim": dim, **fields},
     )  # fmt: skip
+
+
+def _mlp(hidden_size: int, size: int, ups: int) -> list[Weight]:
+    up = Weight("up_proj", hidden_size, size, "mlp")
+    return [up] * ups + [Weight("down_proj", size, hidden_size, "mlp")]
 
 
 _PRESETS: dict[str, Any] = load_data("presets", "planner")
@@ -96,11 +91,12 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediat
           "tie_embeddings")  # fmt: skip
 
 
-def _preset(name: str) -> Mapping[str, Any] | None:
-    """Return the arguments of :func:`decoder` for a preset, None for another name."""
+def _preset(name: str) -> dict[str, Any]:
+    """Return the arguments of :func:`decoder` for a preset; none for another name."""
     if name not in MODELS:
-        row = _PRESETS["models"].get(_PRESETS["aliases"].get(name, name))
-        return row and {**_PRESETS["families"][row.get("like", "llama")], **row}
+        row = {**_PRESETS["models"].get(name, {})}
+        family = _PRESETS["families"].get(row.pop("like", ""), {})
+        return {key: value for key, value in {**family, **row}.items() if key != "source"}
     model = MODELS[name]
     row = {size: getattr(model, size) for size in _SIZES}
     if model.family == "gpt2":
@@ -117,27 +113,21 @@ def read_model(text: str) -> Architecture:
         46702792704
     """
     key = text.strip().lower()
+    key = _PRESETS["aliases"].get(key, key)
     row = _preset(key)
-    if row is not None:
-        sizes = {name: value for name, value in row.items() if name not in ("like", "source")}
-        return decoder(_PRESETS["aliases"].get(key, key), **sizes)
-    path = Path(text).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) and not path.exists():
-        require_package("transformers")
-        from huggingface_hub import try_to_load_from_cache
-
-        with contextlib.suppress(ValueError):  # no name of the hub
-            file = Path(str(try_to_load_from_cache(text, "config.json")))
+    if row:
+        return decoder(key, **row)
+    file = Path(text).expanduser()
+    if file.is_dir():
+        file = file / "config.json"
     if not key or not file.is_file():
         near = suggestion(key, (*MODELS, *PRESET_NAMES))
-        advice = "narrowgauge plan run --help names the presets. hf download ORG/NAME config.json caches one of the hub."
+        advice = "narrowgauge plan run --help names the presets; hf download ORG/NAME config.json prints a path."
         raise RecipeError(f"no model and no config.json is named {text!r}.", near or advice)
     try:
         config = {**json.loads(file.read_bytes())}
     except (OSError, TypeError, ValueError, RecursionError) as error:
         advice = "It must be a Hugging Face config.json."
         raise DataError(f"Cannot read {file}: {error}.", advice) from error
-    refuse_own_code(file)
     require_package("transformers")
-    return of_config(config, str(path))
+    return of_config(config, text)

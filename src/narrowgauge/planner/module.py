@@ -18,10 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from narrowgauge.errors import DataError
 from narrowgauge.planner.ask import shares_of
 from narrowgauge.planner.memory import FRAGMENTATION, outside_bytes
-from narrowgauge.spec.chips import Chip, read_chip
+from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse
-
-_FLASH = "_scaled_dot_product_flash_attention"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -38,8 +36,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
@@ -55,8 +53,8 @@ class ModulePlan(NamedTuple):
     """Hold the plan of a module: the batch is the step of each chip, and all chips share the state.
 
     ``state_bytes`` are of weights and optimizer states on a chip, ``step_bytes`` of activations and
-    gradients at their peak, ``peak_bytes`` of all memory of a chip, ``operations`` of a step on a
-    chip.
+    gradients at their peak, ``peak_bytes`` of all memory of a chip; ``operations`` and ``seconds``
+    are of a step on a chip.
     """
 
     chip: Chip
@@ -66,19 +64,18 @@ class ModulePlan(NamedTuple):
     step_bytes: float
     peak_bytes: float
     operations: int
+    seconds: float
 
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.chip.memory_bytes
 
     def __str__(self) -> str:
-        seconds = self.operations / self.chip.peak_flops / shares_of(self.chip)["linear"]
-        verb = "fits" if self.fits else "does not fit"
         return (
             f"{self.trained_parameters:,} parameters train on {self.chips} × {self.chip.name}: "
             f"{self.peak_bytes / 1e9:.1f} GB a chip ({self.state_bytes / 1e9:.1f} state, "
-            f"{self.step_bytes / 1e9:.1f} step), {verb}; {self.operations / 1e12:.3g} TFLOP and "
-            f"{seconds:.3g} s a step"
+            f"{self.step_bytes / 1e9:.1f} step), fits: {'yes' if self.fits else 'no'}; "
+            f"{self.operations / 1e12:.3g} TFLOP and {self.seconds:.3g} s a step"
         )
 
 
@@ -104,22 +101,26 @@ def plan_module(
         if parameter.requires_grad:
             trained += parameter.numel()
             state += parameter.numel() * max(0.0, width - 2 * size)
-    peak = state / chips + (1 + FRAGMENTATION) * step_bytes + outside_bytes(chips)
-    return ModulePlan(read_chip(chip), chips, trained, state / chips, step_bytes, peak, operations)
+    state /= chips
+    peak = state + (1 + FRAGMENTATION) * step_bytes + outside_bytes(chips)
+    kind = get_chip(chip)
+    seconds = operations / kind.peak_flops / shares_of(kind)["linear"]
+    return ModulePlan(kind, chips, trained, state, step_bytes, peak, operations, seconds)
 
 
 def _counted(module: nn.Module, batch: Any) -> tuple[int, int]:
     """Return the bytes and the operations of a step on fake tensors."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        with FakeCopyMode(mode):
-            fake_module = copy.deepcopy(module)
-        inputs = tree_map_only(Tensor, mode.from_tensor, batch)
-        live = LiveBytes(fake_module)
-        flops = FlopCounterMode(display=False)
-        for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
-            cpu = getattr(torch.ops.aten, f"{_FLASH}_for_cpu{end}")
-            flops.flop_registry[cpu] = flops.flop_registry[getattr(torch.ops.aten, _FLASH + end)]
-        try:
+    flops = FlopCounterMode(display=False)
+    for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
+        flash = "_scaled_dot_product_flash_attention"
+        cpu = getattr(torch.ops.aten, f"{flash}_for_cpu{end}")
+        flops.flop_registry[cpu] = flops.flop_registry[getattr(torch.ops.aten, flash + end)]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with FakeCopyMode(mode):
+                fake_module = copy.deepcopy(module)
+            inputs = tree_map_only(Tensor, mode.from_tensor, batch)
+            live = LiveBytes(fake_module)
             with live, flops:
                 if isinstance(inputs, dict):
                     output = fake_module(**inputs)
@@ -128,10 +129,10 @@ def _counted(module: nn.Module, batch: Any) -> tuple[int, int]:
                 loss = getattr(output, "loss", None)
                 loss = tree_leaves(output)[0] if loss is None else loss
                 loss.float().sum().backward()  # a loop holds the output until then
-        except Exception as error:  # modules raise all kinds of errors on tensors without values
-            raise DataError(
-                f"Cannot count a step of {type(module).__name__} on fake tensors: "
-                f"{str(error).splitlines()[0]}.",
-                "Plan its config.json, or count its state: narrowgauge show storages --params.",
-            ) from error
+    except Exception as error:  # modules raise all kinds of errors on tensors without values
+        raise DataError(
+            f"Cannot count a step of {type(module).__name__} on fake tensors: "
+            f"{str(error).splitlines()[0]}.",
+            "Plan its config.json, or count its state: narrowgauge show storages --params.",
+        ) from error
     return live.peak, flops.get_total_flops()

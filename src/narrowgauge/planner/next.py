@@ -6,22 +6,23 @@ Two numbers of the measured run correct the plan of the next one::
     rate = planned rate of the next x (measured rate / planned rate of the run) ** TRUST
     peak = counted tensors of the next + HALF * (measured peak - counted tensors of the run)
 
-Both are shrunk, because a part of every difference is the run's own. The numbers and the intervals
-are of pairs of published runs (``benchmarks/published_runs.py --next``).
+Both are shrunk, because a part of every difference is the run's own. If nothing differs, the answer
+is what was measured. The numbers and the intervals are of pairs of published runs
+(``benchmarks/published_runs.py --next``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.estimate import ERRORS, Ends, Estimate, fits_text
-from narrowgauge.planner.layouts import read_layout
+from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
+from narrowgauge.planner.layouts import read_values
+from narrowgauge.planner.memory import outside_bytes
 from narrowgauge.planner.plan import machines_of, plan
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.chips import CHIPS
@@ -31,14 +32,21 @@ from narrowgauge.spec.values import require_number
 
 TRUST = 0.8
 HALF = 0.5
-_SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
-_OF_STEP = ("micro_batch", "recompute")
+SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
+_TRUSTS = {SAME: 1.0, BEYOND: 0.0}
+_SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
+_ADVICE = (
+    "Name a run folder or a TOML file, or write the run in quotes: "
+    "'model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336'."
+)
 
 
 def difference_of(run: Estimate, job: Estimate) -> str:
     """Name what differs most between two jobs: a row of ``next`` in ``data/errors.toml``."""
     longer = abs(math.log2(job.sequence_length / run.sequence_length))
+    if run == job:
+        return SAME
     if job.kind == "mixture":
         return "mixture"
     if longer:
@@ -50,15 +58,15 @@ def difference_of(run: Estimate, job: Estimate) -> str:
     return "layout, batch, precision, chips to 16 times"
 
 
-def _described(job: Estimate) -> str:
-    words = job.architecture.name, job.cluster.name, f"{job.sequence_length:,} tokens"
-    return ", ".join((*words, job.recipe.name, job.program.text))
-
-
 def _around(value: float, difference: str) -> Ends:
     """Return the 80 % interval of a plan that differs so from a measured run."""
     wider = 1 + ERRORS["next"][difference]
     return value / wider, value * wider
+
+
+def _described(job: Estimate) -> str:
+    words = job.architecture.name, job.cluster.name, f"{job.sequence_length:,} tokens"
+    return ", ".join((*words, job.recipe.name, job.program.text))
 
 
 class Next(NamedTuple):
@@ -66,7 +74,7 @@ class Next(NamedTuple):
 
     ``job`` is its plan before that, and ``difference`` what differs most from the run that corrects
     it. The rate is of all chips, the peak of the fullest chip as the measured run counts it, in
-    10^9 bytes; the intervals hold 80 %. ``where`` says whose layout it is.
+    10^9 bytes; the intervals hold 80 %.
     """
 
     job: Estimate
@@ -76,7 +84,6 @@ class Next(NamedTuple):
     peak_gb: float
     peak_interval: Ends
     fits: str
-    where: str
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
@@ -90,7 +97,7 @@ class Next(NamedTuple):
             f"next  {_described(self.job)}\n"
             f"      {self.tokens_per_second:,.0f} tokens/s, 80 % {slow:,.0f}–{fast:,.0f} ({self.difference})\n"
             f"      {self.peak_gb:.1f} GB a chip, 80 % {low:.1f}–{high:.1f}; fits: {self.fits}\n"
-            f"      {self.job.layout} ({self.where})\n"
+            f"      {self.job.layout}\n"
             "A second measured run (others = […]) makes the interval smaller."
         )
 
@@ -128,11 +135,8 @@ class MeasuredRun:
         self.others = others
         self.job: Estimate = plan(**self.asked, advise=False).best
         self.counted_gb = self.job.allocated_bytes / 1e9
-        # What corrects the plan of another run.
-        self.extra_gb = HALF * (peak_gb - self.counted_gb) if peak_gb else 0.0
-        ratio = tokens_per_second / self.job.tokens_per_second
-        self.factor = math.pow(ratio, TRUST)
-        if self.job.mfu * ratio > 1:
+        self.ratio = tokens_per_second / self.job.tokens_per_second
+        if self.job.mfu * self.ratio > 1:
             raise DataError(
                 f"Cannot plan from {tokens_per_second:,.0f} tokens/s: that is more than the peak of "
                 f"{self.job.cluster.name}.",
@@ -143,42 +147,48 @@ class MeasuredRun:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
         ``changes`` do not name is this run's.
         """
-        job, where = self._planned(changes)
+        is_same = changes.items() <= self.asked.items()
+        job = self.job if is_same else self._planned(changes)
         runs = (self, *self.others)
         run = min(runs, key=lambda run: ERRORS["next"][difference_of(run.job, job)])
         difference = difference_of(run.job, job)
-        rate = job.tokens_per_second * (1.0 if difference == BEYOND else run.factor)
-        peak = job.allocated_bytes / 1e9 + run.extra_gb
-        ends = _around(peak, "memory")
-        fits = fits_text(peak, ends[1], (job.chip.memory_bytes - job.outside_bytes) / 1e9)
-        return Next(job, difference, rate, _around(rate, difference), peak, ends, fits, where)
+        rate = job.tokens_per_second * math.pow(run.ratio, _TRUSTS.get(difference, TRUST))
+        peak = run.peak_of(job)
+        peaks = _around(peak, SAME if peak == run.peak_gb else "memory")
+        room = (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
+        fits = ("yes" if peaks[1] <= room else "barely") if peak <= room else "no"
+        return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
 
-    def _planned(self, changes: dict[str, Any]) -> tuple[Estimate, str]:
-        """Return a plan in this run's layout with its batch, or without it, if that fits; else in
-        any.
-        """
+    def peak_of(self, job: Estimate) -> float:
+        """Return the peak of a job in 10^9 bytes, as this run's was counted."""
+        counted = job.allocated_bytes / 1e9
+        if not self.peak_gb:
+            return counted
+        if job == self.job:
+            return self.peak_gb
+        return counted + HALF * (self.peak_gb - self.counted_gb)
+
+    def _planned(self, changes: dict[str, Any]) -> Estimate:
+        """Return a plan in this run's layout, if it was told and fits; else in any."""
         asked = {"layout": {}, **self.asked, **changes}
-        fixed = read_layout(changes.get("layout", ""))
-        if "tokens_per_step" not in changes and "micro_batches" not in fixed:
-            asked["tokens_per_step"] = self._tokens_per_step(asked)
-        if "layout" not in changes:
-            for names in (_SHAPE + _OF_STEP, _SHAPE) if self.asked.get("layout") else ():
-                layout = {name: getattr(self.job.layout, name) for name in names}
+        if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
+            names = "cluster", "chip", "chips"
+            machine = next(machines_of(*(asked.get(name, ()) for name in names)))
+            length: int = asked.get("sequence_length") or self.job.sequence_length
+            least = max(self.job.tokens_per_step, length * self.job.layout.num_replicas)
+            more = machine.chips / self.job.cluster.chips
+            asked["tokens_per_step"] = max(length, least * more)
+        if self.asked.get("layout") and "layout" not in changes:
+            for names in ((*_SHAPE, "micro_batch", "recompute"), _SHAPE):
+                asked["layout"] = {name: getattr(self.job.layout, name) for name in names}
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
-                    job: Estimate = plan(**{**asked, "layout": layout}, advise=False).best
-                    told = job.allocated_bytes + 1e9 * self.extra_gb + job.outside_bytes
-                    if told <= job.chip.memory_bytes:
-                        return job, "the run's layout"
+                    job: Estimate = plan(**asked, advise=False).best
+                    outside = outside_bytes(job.cluster.chips)
+                    if 1e9 * self.peak_of(job) + outside <= job.chip.memory_bytes:
+                        return job
             asked["layout"] = {}
-        return plan(**asked, advise=False).best, "the fastest layout that fits"
-
-    def _tokens_per_step(self, asked: dict[str, Any]) -> float:
-        """Return the tokens of a step of another run: as many a chip, and a sequence a replica."""
-        machines = machines_of(*(asked.get(name, ()) for name in ("cluster", "chip", "chips")))
-        more = next(machines).chips / self.job.cluster.chips
-        length: int = asked.get("sequence_length") or self.job.sequence_length
-        least = length * max(1, round(self.job.layout.num_replicas * more))
-        return max(self.job.tokens_per_step * more, least)
+        best: Estimate = plan(**asked, advise=False).best
+        return best
 
     def __str__(self) -> str:
         text = (
@@ -190,42 +200,28 @@ class MeasuredRun:
         return text
 
 
-def read_changes(words: Iterable[str]) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` of a command line.
-
-    Example:
-        >>> read_changes(["chips=128", "recipes=float8-row/word", "sequence-length=16384"])
-        {'chips': 128, 'recipes': 'float8-row/word', 'sequence_length': 16384}
-    """
-    changes: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise DataError(f"Cannot read {word!r} as a change.", "Write NAME=VALUE: chips=128.")
-        changes[name.strip().replace("-", "_")] = int(value) if value.isdecimal() else value
-    return changes
-
-
-def read_measured(path: Path) -> MeasuredRun:
-    """Read a measured run: a run folder, or a TOML file with the arguments of :class:`MeasuredRun`.
+def read_measured(text: str) -> MeasuredRun:
+    """Read a measured run: a run folder, a TOML file with the arguments of :class:`MeasuredRun`, or
+    these arguments themselves, ``NAME=VALUE`` between spaces.
 
     In a file ``log`` may name a run folder or the log of another program instead of
     ``tokens_per_second``, and ``others`` may list further measured runs, each with what differs.
     """
+    path = Path(text)
     asked: dict[str, Any] = {}
-    log = path
-    if path.suffix == ".toml":
-        asked = read_file(path, "measured run", "Write model = 'llama-8b'.")
-        log = path.parent / asked.pop("log", "")
+    if path.suffix == ".toml" and path.exists():
+        asked = read_file(path, "measured run", _ADVICE)
+        path = path.parent / asked.pop("log", "")
+    elif "=" in text:
+        asked = read_values(text.split())
+    elif not path.exists():
+        raise DataError(f"Cannot plan from {text} because it is not there.", _ADVICE)
     others = asked.pop("others", [])
-    if "tokens_per_second" not in asked:
-        asked = {**_of_log(log), **asked}
+    if "tokens_per_second" not in asked and path.exists():
+        asked = {**_of_log(path), **asked}
     for name in ("model", "tokens_per_second"):
-        if name not in asked:
-            raise DataError(
-                f"Cannot plan from {path} because it does not say its {name}.",
-                f"Write a file with {name} = … and log = '{path}', and name that.",
-            )
+        if not asked.get(name):
+            raise DataError(f"Cannot plan from {text} because it does not say its {name}.", _ADVICE)
     further = tuple(MeasuredRun(**{**asked, **other}) for other in others)
     return MeasuredRun(**asked, others=further)
 
@@ -240,16 +236,19 @@ def _of_log(path: Path) -> dict[str, Any]:
         asked["tokens_per_second"] = median(rates)
     if run.is_foreign:
         return asked
+    config = run.config
     machine = run.run.get("machine", {})
-    ranks = asked["chips"] = machine.get("ranks", 1)
+    ranks = machine.get("ranks", 1)
+    batches = config.get("gradient_accumulation_steps", 1)
+    size = config.get("batch_size", 1) // batches
     for name, chip in CHIPS.items():
         if chip.device and chip.device == machine.get("device"):
             asked["chip"] = name
-    names = {"model": "model", "sequence_length": "sequence_length", "recipe": "recipes"}
-    for setting in names.keys() & run.config.keys():
-        asked[names[setting]] = run.config[setting]
-    batches = run.config.get("gradient_accumulation_steps", 1)
-    size = max(1, run.config.get("batch_size", 1) // batches)
-    count = max(1, batches // ranks)
-    asked["layout"] = f"fsdp2,micro_batch={size},micro_batches={count},recompute=none"
-    return {**asked, "program": "narrowgauge"}
+    return asked | {
+        "model": config.get("model"),
+        "sequence_length": config.get("sequence_length"),
+        "recipes": config.get("recipe", ()),
+        "chips": ranks,
+        "layout": f"fsdp2,micro_batch={size},micro_batches={max(1, batches // ranks)},recompute=none",
+        "program": "narrowgauge",
+    }

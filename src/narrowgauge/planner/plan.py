@@ -17,10 +17,9 @@ from narrowgauge.planner.program import Program, Tuning, read_program
 from narrowgauge.planner.search import Fixed, search
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.words import Plan
-from narrowgauge.spec.chips import Chip, read_chip
+from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.kernels import multiplies
-from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import parse, parse_names
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
@@ -71,22 +70,23 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
         return plan_module(model, **asked)
     if tokens is not None:
         require_number("tokens", tokens, 1)
-    jobs, left_out = answers(model, **asked)
+    a = model if isinstance(model, Architecture) else read_model(str(model))
+    jobs, left_out = answers(a, **asked)
     instead: list[tuple[str, Estimate]] = []
     for change in _changes(jobs[0], asked) if advise and not jobs[0].fits else ():
         with contextlib.suppress(NarrowgaugeError):
-            best = answers(model, **{**asked, **change})[0][0]
-            words = [
-                f"--{name.replace('_', '-')} {change[name]}" for name in change if change[name]
-            ]
+            best = answers(a, **{**asked, **change})[0][0]
             if best.fits and len(instead) < MOST_CHANGES:
-                instead.append((" ".join(words) or "without --layout", best))
-    name = model.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, left_out, tuple(instead))
+                flags = []
+                for name in change:
+                    if change[name]:
+                        flags.append(f"--{name.replace('_', '-')} {change[name]}")
+                instead.append((" ".join(flags) or "without --layout", best))
+    return Plan(tuple(jobs), tokens, left_out, tuple(instead))
 
 
 def answers(
-    model: Any,
+    a: Architecture,
     *,
     recipes: Any = (),
     chip: Any = (),
@@ -102,9 +102,8 @@ def answers(
     """Return the jobs, the best first, and the rows that cannot be planned with the reason.
 
     Args:
-        model: as of :func:`plan`.
         recipes: names or recipes; the usual ones if none is named.
-        chip, chips: names (``narrowgauge show chips``) or files, and numbers, 1 by default.
+        chip, chips: names (``narrowgauge show chips``) or rows, and numbers, 1 by default.
         cluster: files or values instead.
         sequence_length: in tokens; None for 4096, or for fewer positions.
         tokens_per_step: of all chips; None for four million.
@@ -116,12 +115,20 @@ def answers(
     """
     refuse_unknown(tuned, Tuning.__slots__, "a plan", NarrowgaugeError)
     tuning = Tuning(**tuned)
-    a = model if isinstance(model, Architecture) else read_model(str(model))
     require_choice("optimizer", optimizer, UPDATE_RULES)
     require_number("lora", tuning.lora, 0, a.hidden_size + 1)
     if tuning.experts != "bfloat16" and not a.num_experts:
         raise RecipeError(f"Cannot store experts: {a.name} has none.", "Leave experts out.")
-    length = _sequence_length(a, sequence_length)
+    length = min(a.positions or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
+    if sequence_length is not None:
+        length = sequence_length
+        require_number("sequence_length", length, 1, is_whole=True)
+    # Rotary positions extend beyond the trained positions, learned positions do not.
+    if 0 < a.positions < length:
+        raise NarrowgaugeError(
+            f"Cannot plan sequences of {length:,} tokens because {a.name} has {a.positions:,} positions.",
+            "Use shorter sequences.",
+        )
     fixed = read_layout(layout)
     machines = list(machines_of(cluster, chip, chips))
     if tokens_per_step is None:
@@ -132,9 +139,7 @@ def answers(
     refusal = NarrowgaugeError("")
     for where in machines:
         usual = "hf-trainer" if tuning.lora else "compiled"
-        if where.chip.vendor == "Google":
-            usual = "maxtext"
-        loop = read_program(program or usual)
+        loop = read_program(program or ("maxtext" if where.chip.vendor == "Google" else usual))
         for recipe in _recipes(recipes, where.chip, loop, tuning):
             try:
                 _refuse(recipe, where.chip, optimizer)
@@ -146,9 +151,6 @@ def answers(
     if not jobs:
         raise refusal
     return sorted(jobs, key=_place), left_out
-
-
-# ── the question ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _listed(value: Any) -> list[Any]:
@@ -172,21 +174,7 @@ def machines_of(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
         yield where if isinstance(where, Cluster) else read_cluster(where)
     for kind in kinds:
         for count in counts or [1]:
-            yield cluster_of(kind if isinstance(kind, Chip) else read_chip(kind), count)
-
-
-def _sequence_length(a: Architecture, length: int | None) -> int:
-    if length is None:
-        longest = MODELS[a.name].max_positions if a.name in MODELS else a.positions
-        return min(longest or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
-    require_number("sequence_length", length, 1, is_whole=True)
-    # Rotary positions extend beyond the trained positions, learned positions do not.
-    if 0 < a.positions < length:
-        raise NarrowgaugeError(
-            f"Cannot plan sequences of {length:,} tokens because {a.name} has {a.positions:,} positions.",
-            "Use shorter sequences.",
-        )
-    return length
+            yield cluster_of(kind, count)
 
 
 def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
@@ -201,8 +189,6 @@ def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
 
 def _recipes(asked: Any, chip: Chip, program: Program, tuning: Tuning) -> list[Recipe]:
     """Return the recipes of a question on a chip: those that it names, or usual ones."""
-    if isinstance(asked, str) and asked:
-        return parse_names(asked)
     if asked:
         return list(map(parse, _listed(asked)))
     suited = []
@@ -227,9 +213,6 @@ def _refuse(recipe: Recipe, chip: Chip, optimizer: str) -> None:
     refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
-# ── the answer ────────────────────────────────────────────────────────────────────────────────────
-
-
 def _place(job: Estimate) -> tuple[Any, ...]:
     """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first.
 
@@ -247,10 +230,11 @@ def _changes(job: Estimate, asked: Fixed) -> list[dict[str, Any]]:
     loop = asked.get("program") or job.program.name
     loop = loop.name if isinstance(loop, Program) else loop
     chunked = {"program": f"{loop},loss=chunked"}
-    frozen = {"base": "nf4", "experts": "nf4"}
-    changes: list[dict[str, Any]] = [chunked, {"base": "nf4"}, {"base": "nf4", **chunked}, frozen]
-    if not job.tuning.lora:
-        changes = [chunked, {"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
+    changes: list[dict[str, Any]] = [chunked]
+    if job.tuning.lora:
+        changes += [{"base": "nf4"}, {"base": "nf4", **chunked}, {"base": "nf4", "experts": "nf4"}]
+    else:
+        changes += [{"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
     changes += [{"layout": ""}, {"program": f"{loop},loss=chunked,offload=true"}]
     changes += [{"sequence_length": job.sequence_length // part} for part in (2, 4, 8)]
     if not job.tuning.lora:

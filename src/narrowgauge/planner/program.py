@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_fields
 from narrowgauge.planner.shapes import Architecture, Weight
-from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.toml import load_data, refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 
 FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256), "nvfp4": 4.5}
@@ -136,5 +136,6 @@ def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    name, fields = read_fields(text, "program", PROGRAMS, _CHOICES)
+    name, fields = read_fields(text, "program", PROGRAMS)
+    refuse_unknown(fields, _CHOICES, "a program", RecipeError)
     return replace(PROGRAMS.get(name, DEFAULT), **fields)

@@ -19,7 +19,6 @@ from narrowgauge.planner.layouts import Layout, read_layout, suits
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
 _MOST_CONTEXT = 64
-_TENSOR = (1, 2, 4, 8)
 _STAGES = (1, 2, 4, 8, 16)
 _EXPERT = (8, 16, 32, 64)
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
@@ -49,24 +48,23 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
     if ask.program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
     num_sequences = max(1, round(tokens_per_step / ask.sequence_length))
-    dtypes = ["float32"]
-    if ask.recipe.storage.visible == "bfloat16" and not ask.recipe.reduction.order_invariant:
-        dtypes.append("bfloat16")
-    tried: list[Estimate] = []
-    for dtype in _values(fixed, "accumulation_dtype", dtypes):
-        for shape in _shapes(ask, fixed):
-            for batch in _batches(ask, shape, num_sequences, fixed):
-                tried.append(replace(ask, layout=replace(batch, accumulation_dtype=dtype)))
-        fitting = [option for option in tried if option.fits]
-        roomy = [option for option in fitting if option.has_room]
-        if fitting:
-            return min(roomy or fitting, key=_pace)
+    tried = []
+    for shape in _shapes(ask, fixed):
+        for layout in _batches(ask, shape, num_sequences, fixed):
+            tried.append(replace(ask, layout=layout))
     if not tried:
         raise RecipeError(
             f"no layout with {fixed or 'any field'} suits: it does not divide {ask.architecture.name} "
             f"over {ask.cluster.name}, or {tokens_per_step:,} tokens are fewer than it computes at once.",
             "Leave a field open, or name more tokens.",
         )
+    fitting = [option for option in tried if option.fits]
+    roomy = [option for option in fitting if option.has_room]
+    if fitting:
+        return min(roomy or fitting, key=_pace)
+    is_short = ask.recipe.storage.visible == "bfloat16" and not ask.recipe.reduction.order_invariant
+    if is_short and "accumulation_dtype" not in fixed:
+        return search(ask, {**fixed, "accumulation_dtype": "bfloat16"}, tokens_per_step)
     return min(tried, key=lambda option: option.peak_bytes)
 
 
@@ -78,9 +76,9 @@ def _pace(option: Estimate) -> tuple[float, float]:
     return seconds, option.peak_bytes
 
 
-def _values(fixed: Fixed, name: str, candidates: Iterable[Any]) -> Iterable[Any]:
-    """Return the fixed value of a field, or all candidates."""
-    return (fixed[name],) if name in fixed else candidates
+def _product(fixed: Fixed, **axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield all combinations of the values of axes; a fixed field has one value."""
+    return product(*((fixed[name],) if name in fixed else axes[name] for name in axes))
 
 
 def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
@@ -89,28 +87,29 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
     chips = ask.cluster.chips
     node = ask.cluster.chips_per_node
     longest = min(_MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
-    for tensor, pipeline, context in product(
-        _values(fixed, "tensor", [number for number in _TENSOR if number <= node]),
-        _values(fixed, "pipeline", _stages(a.num_layers) if chips > node else [1]),
-        _values(fixed, "context", range(1, longest + 1)),
+    for tensor, pipeline, context in _product(
+        fixed,
+        tensor=[number for number in (1, 2, 4, 8) if number <= node],
+        pipeline=_stages(a.num_layers) if chips > node else [1],
+        context=range(1, longest + 1),
     ):
         ranks = max(1, chips // (tensor * pipeline * context))
         data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
         shard = max(1, fixed.get("shard", ranks // data))
-        data = max(1, ranks // shard)
-        zero = fixed.get("zero", 1 if pipeline > 1 else 3)
-        if shard * context == 1 and "zero" not in fixed:
-            zero = 0
+        data = fixed.get("data", ranks // shard)
+        zero = 0 if shard * context == 1 else 1 if pipeline > 1 else 3
         experts = math.gcd(a.num_experts, ranks * context) if a.num_experts else 1
-        usual = [number for number in _EXPERT if experts % number == 0]
-        for expert, depth in product(
-            _values(fixed, "expert", {*usual, experts}),
-            _values(fixed, "interleave", _depths(a.num_layers, pipeline)),
+        for expert, depth in _product(
+            fixed,
+            expert={experts, *(number for number in _EXPERT if experts % number == 0)},
+            interleave=(1, _depth(a.num_layers, pipeline)),
         ):
-            shape = Layout(data, shard, zero, tensor, pipeline, depth, context, expert)
-            is_asked = shape.num_ranks == chips and data == fixed.get("data", data)
-            if is_asked and suits(a, shape, ask.sequence_length):
-                yield shape
+            if data * shard * tensor * pipeline * context == chips:
+                sizes = data, shard, fixed.get("zero", zero), tensor, pipeline, depth, context
+                dtype = fixed.get("accumulation_dtype", "float32")
+                shape = Layout(*sizes, expert, accumulation_dtype=dtype)
+                if suits(a, shape, ask.sequence_length):
+                    yield shape
 
 
 def _stages(layers: int) -> list[int]:
@@ -124,15 +123,14 @@ def _stages(layers: int) -> list[int]:
     return stages
 
 
-def _depths(layers: int, pipeline: int) -> list[int]:
-    """Return numbers of groups of layers that a stage may have: one, or the most."""
+def _depth(layers: int, pipeline: int) -> int:
+    """Return the most groups of layers that a stage may have."""
     if pipeline == 1:
-        return [1]
+        return 1
     per_stage = layers // pipeline
     if layers % pipeline:
         per_stage = math.ceil((layers + 2) / pipeline)
-    depths = [depth for depth in range(1, _MOST_GROUPS + 1) if per_stage % depth == 0]
-    return [1, depths[-1]]
+    return max(depth for depth in range(1, _MOST_GROUPS + 1) if per_stage % depth == 0)
 
 
 def _batches(ask: Estimate, shape: Layout, num_sequences: int, fixed: Fixed) -> Iterator[Layout]:
@@ -140,11 +138,8 @@ def _batches(ask: Estimate, shape: Layout, num_sequences: int, fixed: Fixed) -> 
     per_replica = max(1, round(num_sequences / shape.num_replicas))
     most = min(per_replica, max(8, _MOST_TOKENS_AT_ONCE // ask.sequence_length))
     sizes = [size for size in _MICRO_BATCHES if size <= most and per_replica % size == 0]
-    for micro_batch, recompute in product(
-        _values(fixed, "micro_batch", sizes),
-        _values(fixed, "recompute", ("none", "selective", "full")),
-    ):
-        is_small = micro_batch * shape.num_replicas <= num_sequences
-        count = fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))
-        if is_small or "micro_batches" in fixed:
-            yield replace(shape, micro_batch=micro_batch, micro_batches=count, recompute=recompute)
+    recomputes = "none", "selective", "full"
+    for size, recompute in _product(fixed, micro_batch=sizes, recompute=recomputes):
+        count = fixed.get("micro_batches", max(1, round(per_replica / size)))
+        if size * shape.num_replicas <= num_sequences or "micro_batches" in fixed:
+            yield replace(shape, micro_batch=size, micro_batches=count, recompute=recompute)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 
@@ -38,38 +38,62 @@ class Weight:
         return self.count * self.out_features * self.in_features
 
     @property
+    def met(self) -> float:
+        """Return the number of them that a token meets."""
+        return self.count * self.tokens_share
+
+    @property
     def flops_per_token(self) -> float:
         """Count forward's operations per token: two per weight that the token meets."""
-        return 2 * self.num_parameters * self.tokens_share
+        return 2 * self.met * self.out_features * self.in_features
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layers:
-    """Describe equal layers, as :func:`layers_of` makes them.
+    """Describe equal layers.
 
     Args:
-        matmuls: every multiplied weight of one layer.
+        matmuls: every multiplied weight of one layer. Those of MLPs are named ``up_proj`` or
+            ``down_proj``.
         vectors: parameters of norms, biases and other vectors in one layer.
         count: number of layers.
-        inner_size: inputs of the matmuls that end an MLP, or all chosen and shared experts, that a
-            token meets.
-        wide_size: outputs of the matmuls that begin them: twice as many with a gate.
-        experts, chosen: number of experts, and of those that a token visits; 0 without a mixture.
         has_attention: else the matmuls of its part "attention" are those of another mixer.
         window: attended tokens; None for all.
     """
 
     matmuls: tuple[Weight, ...]
     vectors: int
-    count: int
-    inner_size: float
-    wide_size: float
-    experts: int
-    chosen: int
+    count: int = 1
     has_attention: bool = True
     window: int | None = None
 
-    @property
+    @cached_property
+    def inner_size(self) -> float:
+        """Count the inputs of the matmuls that end an MLP, or all chosen and shared experts, that a
+        token meets.
+        """
+        downs = [matmul for matmul in self.matmuls if matmul.name.endswith("down_proj")]
+        return sum(matmul.met * matmul.in_features for matmul in downs)
+
+    @cached_property
+    def wide_size(self) -> float:
+        """Count the outputs of the matmuls that begin them: twice as many with a gate."""
+        ups = [matmul for matmul in self.matmuls if matmul.name.endswith("up_proj")]
+        return sum(matmul.met * matmul.out_features for matmul in ups)
+
+    @cached_property
+    def experts(self) -> int:
+        """Return the number of experts; 0 without a mixture."""
+        return max(matmul.count * (matmul.name == "experts.down_proj") for matmul in self.matmuls)
+
+    @cached_property
+    def chosen(self) -> int:
+        """Return the number of experts that a token visits."""
+        return round(
+            max(matmul.met * (matmul.name == "experts.down_proj") for matmul in self.matmuls)
+        )
+
+    @cached_property
     def mixer_width(self) -> int:
         """Count the inputs and outputs of the matmuls of another mixer than attention."""
         total = 0
@@ -89,22 +113,6 @@ class Layers:
 def parameters_of(weights: Iterable[Weight]) -> int:
     """Count the parameters of all weights."""
     return sum(weight.num_parameters for weight in weights)
-
-
-def layers_of(matmuls: Iterable[Weight], vectors: int, count: int = 1, **fields: Any) -> Layers:
-    """Return equal layers. The matmuls of MLPs are named ``up_proj`` or ``down_proj``."""
-    inner = wide = 0.0
-    experts = chosen = 0
-    for matmul in matmuls:
-        met = matmul.count * matmul.tokens_share
-        if matmul.name.endswith("up_proj"):
-            wide += met * matmul.out_features
-        elif matmul.name.endswith("down_proj"):
-            inner += met * matmul.in_features
-            if matmul.is_expert:
-                experts = matmul.count
-                chosen = round(met)
-    return Layers(tuple(matmuls), vectors, count, inner, wide, experts, chosen, **fields)
 
 
 @dataclass(frozen=True)
@@ -157,12 +165,11 @@ class Architecture:
         stage of a pipeline.
         """
         vectors = sum(layers.count * layers.vectors for layers in self.layers)
-        embedding = Weight("embed_tokens", self.hidden_size, self.vocab_size, "embeddings")
-        positions = Weight("positions", self.hidden_size, self.positions, "embeddings")
+        rows = self.vocab_size + self.positions
         places = {
             "layers": [Weight("norms", vectors, 1, "norms")],
             "experts": [],
-            "first": [embedding, positions],
+            "first": [Weight("embed_tokens", self.hidden_size, rows, "embeddings")],
             "last": [Weight("norm", self.outer_vectors, 1, "norms")],
         }
         for matmul in self.layer_matmuls:

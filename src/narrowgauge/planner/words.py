@@ -4,10 +4,11 @@ and the step of the best option. 1 GB is 10^9 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from narrowgauge.planner.estimate import ERRORS, Ends, Estimate, fits_text
+from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
+from narrowgauge.planner.memory import Groups
 from narrowgauge.spec.kernels import multiplies
 from narrowgauge.spec.tables import Row, Table, table_of
 
@@ -44,14 +45,12 @@ class Plan:
 
     Args:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
-        model: its name in the question.
         tokens: of the whole run; None if not asked.
         left_out: rows that cannot be planned, and why.
         instead: if nothing fits, changes of the question that do, each with its job.
     """
 
     options: tuple[Estimate, ...]
-    model: str
     tokens: float | None
     left_out: dict[str, str]
     instead: tuple[tuple[str, Estimate], ...]
@@ -64,7 +63,7 @@ class Plan:
     def row(self) -> Row:
         """Return the question, the options and the answer as plain values, for JSON."""
         return {
-            "model": self.model,
+            "model": self.best.architecture.name,
             "num_parameters": self.best.architecture.num_parameters,
             "trained_parameters": self.best.trained_parameters,
             "tokens": self.tokens,
@@ -77,30 +76,33 @@ class Plan:
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
         best = self.best
-        lines = [] if best.fits else [_too_large(best)]
-        layouts: dict[str, list[str]] = {}
-        for job in self.options:
-            layouts.setdefault(f"{job.layout} on {job.cluster.name}", []).append(job.recipe.name)
-        lines += [f"{', '.join(names)}: {text}." for text, names in layouts.items()]
+        cluster = best.cluster
+        lines = []
+        if best.headroom_bytes < 0:
+            lines.append(
+                f"Nothing fits: the closest is too large by {bytes_text(-best.headroom_bytes)}."
+            )
         if best.host_bytes:
-            memory = bytes_text(best.cluster.host_memory_bytes)
-            lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
+            on_host, memory = map(bytes_text, (best.host_bytes, cluster.host_memory_bytes))
+            verb = "holds" if best.host_bytes <= cluster.host_memory_bytes else "lacks room:"
+            lines.append(f"The host of a node {verb} {on_host} of {memory}.")
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
-        speeds = ERRORS["speed"][best.kind]["runs"]
-        lines.append(
-            f"80 % intervals: of {speeds} published speeds of {best.kind} models, asked by name. "
-            "A measured run of yours makes them smaller: narrowgauge plan next."
-        )
-        lines.append(f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self.options)))}.")
-        return lines
+        return [
+            *lines,
+            f"80 % intervals: of {ERRORS['speed'][best.kind]['runs']} published speeds of {best.kind} models, asked by "
+            "name. A measured run of yours makes them smaller: narrowgauge plan next.",
+            f"Assumed: {best.program} (--program); steps of {best.tokens_per_step:,} tokens (--tokens-per-step).",
+        ]
 
     def tables(self) -> list[Table]:
-        """Return the options of each cluster, what fits instead, the whole run, and the time and
-        memory of the best option by group.
+        """Return the options of each cluster, their layouts, what fits instead, the whole run, and
+        the time and memory of the best option by group.
         """
         best = self.best
-        title = f"{self.model}: {best.architecture.num_parameters / 1e9:.3g}B parameters"
+        title = (
+            f"{best.architecture.name}: {best.architecture.num_parameters / 1e9:.3g}B parameters"
+        )
         if best.tuning.lora:
             title += f", {best.trained_parameters / 1e9:.3g}B trained"
         title += f"; {best.sequence_length:,} tokens"
@@ -112,20 +114,21 @@ class Plan:
             rows = [{"change": text, **_option(job)} for text, job in self.instead]
             title = "Nothing fits as asked. With a change it does"
             tables.append(table_of(rows, title, hidden=_NOT_OF_CHANGES))
+        tables.append(table_of([_layout(job) for job in self.options]))
         if self.tokens is not None:
             rows = [_run(job, self.tokens) for job in self.options]
             tables.append(table_of(rows, f"A run of {self.tokens / 1e9:,.6g}B tokens"))
-        for title, groups in (
-            (f"A step of {best.tokens_per_step:,} tokens", best.step),
-            ("Memory of the worst rank", best.memory),
-        ):
-            text = bytes_text if groups is best.memory else duration_text
-            rows = []
-            for name in sorted(groups, key=groups.__getitem__, reverse=True):
-                if groups[name]:
-                    rows.append({"group": name, "amount": text(groups[name])})
-            tables.append(table_of(rows, title))
-        return tables
+        tables.append(_groups("a step", best.step, duration_text))
+        return [*tables, _groups("memory of the worst rank", best.memory, bytes_text)]
+
+
+def _groups(title: str, groups: Groups, text: Callable[[float], str]) -> Table:
+    """Return a table of the groups that are not zero, the largest first."""
+    rows = []
+    for name in sorted(groups, key=groups.__getitem__, reverse=True):
+        if groups[name]:
+            rows.append({title: name, "": text(groups[name])})
+    return table_of(rows)
 
 
 def _ends(interval: Ends, scale: float, style: str) -> str:
@@ -136,19 +139,31 @@ def _ends(interval: Ends, scale: float, style: str) -> str:
 def _option(job: Estimate) -> Row:
     """Return the row of a job. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
     loss = job.measured_loss
-    most = job.memory_interval[1]
     return {
         "recipe": job.recipe.name,
         "B/param": f"{job.storage.bytes_per_param:g}",
         "a chip": bytes_text(job.peak_bytes),
         "80 %": _ends(job.memory_interval, 1e9, ".3g"),
         "tensors": bytes_text(job.allocated_bytes),
-        "fits": fits_text(job.peak_bytes, most, job.chip.memory_bytes) if job.fits else "no",
+        "fits": ("yes" if job.has_room else "barely") if job.fits else "no",
         "tokens/s": f"{job.tokens_per_second:,.0f}",
         "80 % of rates": _ends(job.rate_interval, 1, ",.0f"),
         "MFU": f"{job.mfu:.0%}",
         "nats, 1M model": "{:+.3f} ± {:.3f}".format(*loss) if loss else "",
         "matmuls": "" if multiplies(job.recipe.compute, job.chip) else "emulated",
+    }
+
+
+def _layout(job: Estimate) -> Row:
+    """Return the row of a job's layout."""
+    cluster = job.cluster
+    has_network = cluster.chips > cluster.chips_per_node
+    return {
+        "recipe": job.recipe.name,
+        "cluster": cluster.name,
+        "Gbit/s a node": f"{cluster.interconnect_gbit_per_second:,.0f}" if has_network else "",
+        "layout": str(job.layout),
+        "loses": "" if job.recipe.storage.keeps_updates else "small updates",
     }
 
 
@@ -162,26 +177,3 @@ def _run(job: Estimate, tokens: float) -> Row:
         "chip hours": f"{24 * job.cluster.chips * days:,.0f}",
         "cluster": job.cluster.name,
     }
-
-
-def _too_large(best: Estimate) -> str:
-    """Return how far the closest option is from fitting, and what the error bar says."""
-    lacks = f"it is too large by {bytes_text(-best.headroom_bytes)}"
-    if best.headroom_bytes >= 0:
-        lacks = f"its host needs {bytes_text(best.host_bytes)}"
-    elif best.memory_interval[0] <= best.chip.memory_bytes:
-        lacks += ", within the error of such plans: try it"
-    return f"Nothing fits. Of the closest, {best.recipe.name} ({best.layout}), {lacks}."
-
-
-def _assumptions(jobs: tuple[Estimate, ...]) -> Iterator[str]:
-    """Yield the plan's assumptions: programs, networks, losses of recipes, and the batch."""
-    for job in jobs:
-        cluster = job.cluster
-        yield f"{job.program} (--program)"
-        if cluster.chips > cluster.chips_per_node:
-            rate = cluster.interconnect_gbit_per_second
-            yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--cluster)"
-        if not job.recipe.storage.keeps_updates:
-            yield f"{job.recipe.name} loses small updates and is listed last"
-    yield f"steps of {jobs[0].tokens_per_step:,} tokens (--tokens-per-step)"

@@ -19,7 +19,7 @@ from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.tables import Table, cell_text
+from narrowgauge.spec.tables import Table, cell_text, is_number
 
 
 def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
@@ -66,13 +66,14 @@ def _section(heading: str, *parts: str) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table in a box that scrolls sideways."""
-    head = "</th><th>".join(map(escape, table.heads))
+    columns = table.columns()
+    head = "</th><th>".join(map(escape, columns))
     lines = [f"<th>{head}</th>"]
-    for row in table.rows:
+    for cells in zip(*columns.values(), strict=True):
         line = ""
-        for column in table.columns:
-            style = ' class="number"' if column.right else ""
-            line += f"<td{style}>{escape(column.cell(row))}</td>"
+        for title, cell in zip(columns, cells, strict=True):
+            style = ' class="number"' if is_number(columns[title]) else ""
+            line += f"<td{style}>{escape(cell)}</td>"
         lines.append(line)
     rows = "</tr>\n<tr>".join(lines)
     return f'<div class="scroll"><table><tr>{rows}</tr></table></div>'
@@ -115,15 +116,15 @@ def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
     require_package("plotly")
     from plotly.io import to_html
 
-    config = {"displayModeBar": False, "responsive": True}
+    config = {"displayModeBar": False}
     parts = []
-    for number, curve in enumerate(curves_of(runs, comparison.baseline)):
+    for number, (title, caption, figure) in enumerate(curves_of(runs, comparison.baseline)):
         drawing = to_html(
-            curve.figure, config, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
+            figure, config, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
             div_id=f"curve-{number}",
         )  # fmt: skip
-        caption = f"<h3>{escape(curve.title)}</h3>{drawing}<figcaption>{curve.caption}</figcaption>"
-        parts.append(f"<figure>{caption}</figure>")
+        caption = f"<figcaption>{caption}</figcaption>"
+        parts.append(f"<figure><h3>{escape(title)}</h3>{drawing}{caption}</figure>")
     if parts:
         yield _section("Curves", '<div class="grid">', *parts, "</div>")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, load_json
-from narrowgauge.runs.schema import EVAL, STEP, Row
+from narrowgauge.runs.schema import STEP, Row
 from narrowgauge.spec.toml import load_data
 
 NAMES: dict[str, list[str]] = load_data("log_names", "runs")
@@ -46,16 +46,12 @@ def named(names: Iterable[str], column: str) -> str | None:
 def log_file(path: Path) -> Path | None:
     """Return the log at a path: the file itself, or the one in a folder, which names the run.
 
-    The newest checkpoint of Hugging Face's Trainer repeats earlier rows. A folder may hold many
-    tables, so none of them is its log.
+    A folder may hold many tables, so none of them is its log.
     """
     if path.is_file():
-        is_known = path.name == _STATE or path.name.lower().endswith(".csv")
+        is_known = path.name == _STATE or path.suffix.lower() == ".csv"
         return path if is_known else None
-    checkpoints = list(path.glob(f"checkpoint-*/{_STATE}"))
-    checkpoints.sort(key=lambda file: (len(file.parent.name), file))
-    places = [path / _STATE, *checkpoints[-1:], path / _METRICS]
-    return next(filter(Path.is_file, places), None)
+    return next(filter(Path.is_file, (path / _STATE, path / _METRICS)), None)
 
 
 def is_log(path: Path) -> bool:
@@ -68,7 +64,6 @@ def read_log(path: Path) -> dict[str, Any] | None:
     """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a
     log.
 
-    The summary is ``None`` if the log says that the run has not ended, as Hugging Face's does.
     Lightning counts steps from 0: its step 9 is our step 10.
     """
     with disk_errors(path):
@@ -76,7 +71,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
         if file is None:
             return None
         try:
-            rows, state = _rows_of(file)
+            rows = _rows_of(file)
             by_step = _by_step(rows, shift=int(file.name == _METRICS))
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             raise damaged(file, error) from error
@@ -86,7 +81,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
         if STEP.keys() & row:
             steps.append({"step": step, **{name: row[name] for name in row if name in STEP}})
         if "val_loss" in row:
-            evals.append({"step": step, **{name: row[name] for name in row if name in EVAL}})
+            evals.append({"step": step, "val_loss": row["val_loss"]})
     if not steps and not evals:
         columns = ", ".join(sorted(map(str, rows[0]))[:8]) if rows else "no rows"
         raise RecordError(
@@ -96,28 +91,24 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    planned = int(_number(state.get("max_steps")) or 0)
-    is_finished = (_number(state.get("global_step")) or planned) >= planned
-    if path.is_file() and file.name in (_STATE, _METRICS):
-        path = path.parent
+    if file.name in (_STATE, _METRICS):
+        path = file.parent
     return {
         "path": path,
-        "run": {"config": {"steps": planned} if planned else {}, SOURCE: {"file": str(file)}},
+        "run": {SOURCE: {"file": str(file)}},
         "steps": steps,
         "evals": evals,
-        "summary": summary if is_finished else None,
+        "summary": summary,
     }
 
 
-def _rows_of(file: Path) -> tuple[list[Row], Row]:
-    """Return the rows of a log, and the state that holds them: of a Trainer's, else none."""
+def _rows_of(file: Path) -> list[Row]:
     if file.name == _STATE:
-        state: Row = load_json(file.read_bytes())
-        return state["log_history"], state
+        return list(load_json(file.read_bytes())["log_history"])
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
     # A row with other values than names is damaged, or being written.
-    return [row for row in rows if None not in row and None not in row.values()], {}
+    return [row for row in rows if None not in row and None not in row.values()]
 
 
 def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:

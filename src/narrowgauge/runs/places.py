@@ -100,8 +100,6 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, renamed to ``path`` if the block succeeds. ``path`` may be empty."""
     require_empty(path)
     path = path.absolute()
-    if path == Path.cwd():
-        raise RecordError(f"Cannot write {path}: it is the current folder.", "Name a new folder.")
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
         try:
@@ -156,23 +154,22 @@ def unlock(descriptor: int | None) -> None:
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Return the run folders and logs that ``paths`` name, each once.
 
-    A run wins over the runs in its folder. These win over a log of another framework beside them.
+    A run wins over the runs in its folder. These win over logs of other frameworks beside them.
     """
     places: list[Path] = []
     for path in map(Path, paths):
         inside: list[Path] = []
         with disk_errors(path):
-            if path.is_dir():
+            if path.is_dir() and not is_run(path):
                 inside = sorted(filter(Path.is_dir, path.iterdir()))
-        runs = list(filter(is_run, inside))
-        if is_run(path) or (is_log(path) and not runs):
+        runs = [place for place in (path, *inside) if is_run(place)]
+        if not runs and is_log(path):
             runs = [path]
-        elif not is_log(path):
-            runs = [place for place in inside if is_run(place) or is_log(place)]
+        elif not runs:
+            runs = list(filter(is_log, inside))
         if not runs:
-            problem = "it holds none" if path.exists() else "there is no such folder or file"
             raise RecordError(
-                f"No run in {path}: {problem}.",
+                f"No run in {path}.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
             )
         places += runs
@@ -185,11 +182,11 @@ def only_run(path: str | Path) -> Path:
     Raises:
         RecordError: there is none, or there are several.
     """
-    places = run_folders([path])
-    if len(places) > 1:
-        names = told((place.name for place in places), 6)
+    first, *others = run_folders([path])
+    if others:
+        names = told((place.name for place in (first, *others)), 6)
         raise RecordError(
-            f"One run was asked about, and {path} holds {len(places)}: {names}.",
-            f"Name one, such as {places[0]}.",
+            f"One run was asked about, and {path} holds {len(others) + 1}: {names}.",
+            f"Name one, such as {first}.",
         )
-    return places[0]
+    return first

@@ -85,6 +85,7 @@ def read_run(path: str | Path) -> Run:
     Args:
         path: the run folder, or a folder with one run. Or a Hugging Face ``trainer_state.json``, a
             Lightning ``metrics.csv``, or their folder, without a run of ours. Or a table (CSV).
+            Such a log is of a finished run.
     Returns:
         Its content. Values that a log lacks are absent.
     Raises:

@@ -54,12 +54,11 @@ class Record:
             RecordError: the folder is not empty, another process is writing there, or the disk
                 refuses.
         """
-        require_free(path)
         with disk_errors(Path(path)):
             Path(path).mkdir(parents=True, exist_ok=True)
         record = cls(path)
         try:
-            require_free(path)  # another writer may have finished since
+            require_free(path)
             record.amend(run)
         except BaseException:
             record.close()

@@ -14,9 +14,10 @@ multiplies the *other* operand before that operand's cast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any, Literal
+import re
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
@@ -40,6 +41,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 _TURNED = {"none": "none", "tensor": "tensor", "row": "column", "column": "row"}
 
 
+@cache
 def block_of(granularity: Granularity) -> tuple[int, int] | None:
     """Return the rows and terms of the blocks that share a scale; ``None`` without blocks.
 
@@ -49,13 +51,11 @@ def block_of(granularity: Granularity) -> tuple[int, int] | None:
         >>> block_of("1x256"), block_of("row")
         ((1, 256), None)
     """
-    sides = granularity.split("x")
-    if len(sides) != 2 or not all(side.isdecimal() for side in sides):
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", granularity)
+    if match is None:
         return None
-    rows, terms = map(int, sides)
-    if granularity != f"{rows}x{terms}" or rows.bit_count() != 1 or terms.bit_count() != 1:
-        return None
-    return rows, terms
+    rows, terms = int(match[1]), int(match[2])
+    return (rows, terms) if rows.bit_count() == terms.bit_count() == 1 else None
 
 
 def turned(granularity: Granularity) -> Granularity:
@@ -88,16 +88,6 @@ class Cast:
             after 16 fixed random signs.
         outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0:
             none). They multiply the weights' codes, widened to 16 bits.
-    Attributes:
-        element: the format of the codes.
-        block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
-        is_wide: the operand is rounded to a 16-, 32- or 64-bit format without a scale.
-        needs_bits: it needs random bits.
-        carrier: the PyTorch dtype of one byte that holds a code; empty if there is none (6 bits,
-            and 4 bits outside kernels).
-        values_format: the format that holds ``code * block scale`` exactly, or rounded once if it
-            is float32.
-
     Raises:
         RecipeError: words that do not go together. A law of the suite multiplies by every cast that
             this accepts.
@@ -111,37 +101,29 @@ class Cast:
     scaling: Literal["current", "static"] = "current"
     rotation: Literal["none", "hadamard"] = "none"
     outliers: float = 0.0
-    element: Format = field(init=False, compare=False, repr=False)
-    block: tuple[int, int] | None = field(init=False, compare=False, repr=False)
-    is_wide: bool = field(init=False, compare=False, repr=False)
-    needs_bits: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        element = get_format(self.format)
-        is_wide = self.granularity == "none"
-        # Set once, since each cast of a layer asks for them.
-        object.__setattr__(self, "element", element)
-        object.__setattr__(self, "block", block_of(self.granularity))
-        object.__setattr__(self, "is_wide", is_wide)
-        object.__setattr__(self, "needs_bits", self.rounding != "nearest")
         for name, words in _WORDS.items():
             require_choice(name, getattr(self, name), words)
         require_number("outliers", self.outliers)
-        has_blocks = self.block is not None
-        if is_wide:
+        element = self.element
+        if self.is_wide:
             others = self.scale, self.rounding, self.scale_rounding, self.scaling, self.outliers
             is_possible = element.kind == "float" and element.bits in (16, 32, 64)
             is_possible = is_possible and others == ("float32", "nearest", "up", "current", 0)
         else:
+            has_blocks = self.block is not None
+            is_static = (self.scaling, self.granularity, self.scale) == (
+                "static",
+                "tensor",
+                "float32",
+            )
             is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
             is_possible = (
                 element.kind != "scale"
                 and element.bits <= 8
                 and (has_blocks or (self.granularity in _TURNED and self.scale != "float8_e4m3fn"))
-                and (
-                    self.scaling == "current"
-                    or (self.granularity, self.scale) == ("tensor", "float32")
-                )
+                and (is_static or self.scaling == "current")
                 and (self.scale_rounding == "up" or (is_power and not self.needs_bits))
                 and not (self.outliers and has_blocks)
             )
@@ -154,30 +136,43 @@ class Cast:
             )
 
     @property
+    def element(self) -> Format:
+        """Return the format of the codes."""
+        return get_format(self.format)
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Return the shape ``(rows, contraction)`` of a block; ``None`` without block scales."""
+        return block_of(self.granularity)
+
+    @property
+    def is_wide(self) -> bool:
+        """Return whether the operand is rounded to a 16-, 32- or 64-bit format without a scale."""
+        return self.granularity == "none"
+
+    @property
+    def needs_bits(self) -> bool:
+        """Return whether it needs random bits."""
+        return self.rounding == "stochastic"
+
+    @property
     def carrier(self) -> str:
+        """Return the PyTorch dtype of one byte that holds a code; empty if there is none (6 bits, and
+        4 bits outside kernels).
+        """
         if self.element.bits == 8 and not self.format.endswith("fnuz"):
             return self.format
         return ""
 
     @property
     def values_format(self) -> str:
+        """Return the format that holds ``code * block scale`` exactly, or rounded once if it is
+        float32.
+        """
         digits = self.element.mantissa_bits + (self.element.kind != "int")
         if self.block is not None:
             digits += {"float32": 24, "float8_e4m3fn": 4}.get(self.scale, 0)
         return "bfloat16" if digits <= 8 else "float32"
-
-    @property
-    def bits(self) -> float:
-        """Return the bits per value, including its part of a block's scale."""
-        if self.block is None:
-            return self.element.bits
-        scale_bits = 32 if self.scale in ("float32", "power-of-two") else 8
-        return self.element.bits + scale_bits / (self.block[0] * self.block[1])
-
-    @property
-    def turned(self) -> Cast:
-        """Return this cast of the matrix's transpose."""
-        return replace(self, granularity=turned(self.granularity))
 
     def serves(self, other: Cast) -> bool:
         """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which
@@ -185,15 +180,16 @@ class Cast:
         """
         is_paired = self.element.bits == 4 and self.scale == other.scale != "float32"
         # Kernels take pairs along the contraction; a second cast has the same codes.
-        is_free = self.rotation == "none" and not self.outliers and not is_paired
-        return is_free and self.turned == other
+        if self.rotation != "none" or self.outliers or is_paired:
+            return False
+        return replace(self, granularity=turned(self.granularity)) == other
 
     def __str__(self) -> str:
         """Write the format, and every field that is not its default."""
         words = [self.format]
         for row in fields(self)[1:]:
             value = getattr(self, row.name)
-            if row.init and value != row.default:
+            if value != row.default:
                 words.append(f"{row.name.replace('_', ' ')} {value}")
         return ", ".join(words)
 
@@ -247,8 +243,6 @@ class Compute:
         keep_last: the fraction of the model's blocks, at its end, whose layers stay in ``dtype``.
         transform: the method that changes the whole model first (see
             :mod:`narrowgauge.transforms`), or empty.
-        fallback: the compute that an alarm recommends for more range or precision: the next one
-            with more range or with finer-grained scales.
         default_storage: the storage of a recipe that names none.
     """
 
@@ -262,7 +256,6 @@ class Compute:
     native: str = ""
     keep_last: float = 0.0
     transform: str = ""
-    fallback: str = "bfloat16"
     default_storage: str = "word"
 
     def __post_init__(self) -> None:
@@ -293,32 +286,6 @@ class Compute:
     @cached_property
     def products(self) -> dict[str, Product]:
         return {place: getattr(self, place) for place in PLACES}
-
-    def with_backward(self, kind: Literal["dequantized", "wide"]) -> Compute:
-        """Return this compute with a backward pass in its dtype.
-
-        The forward pass multiplies as a server does. ``dequantized``: backward multiplies the same
-        codes' values, so it is the gradient of that forward pass but for the roundings
-        (TransformerEngine's ``backward_override``). ``wide``: it multiplies the values themselves.
-
-        Example:
-            >>> COMPUTES["mxfp8"].with_backward("dequantized").grad_input.right.granularity
-            '32x1'
-        """
-        gradient = x = weight = Cast(self.dtype)
-        if kind == "dequantized":
-            if self.output.left.outliers:
-                raise RecipeError(
-                    "Cannot multiply outlier columns in backward: they have no codes.",
-                    "Take 'wide'.",
-                )
-            x = self.output.left.turned
-            weight = self.output.right.turned
-        backward: Any = {
-            "grad_input": Product(gradient, weight),
-            "grad_weight": Product(gradient, x),
-        }
-        return replace(self, name=f"{self.name} {kind} backward", **backward)
 
     @cached_property
     def casts(self) -> dict[str, Cast]:
@@ -488,13 +455,11 @@ _COMPUTES = (
     ),
     Compute(
         "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
-        fallback="float8-row",
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
         source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
     ),
     Compute(
         "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
-        fallback="float8-block",
         purpose="the safe float8: a scale per token and per output, so that rows are independent",
         source="torchao, rowwise, where scales are powers of two",
     ),
@@ -522,19 +487,16 @@ _COMPUTES = (
     ),
     Compute(
         "mxfp4", *_mxfp4(), native="B200, B300, MI350",
-        fallback="mxfp8",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
         "nvfp4", *_nvfp4(), native="Blackwell", keep_last=0.15,
-        fallback="mxfp8",
         purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
-        fallback="float8-row",
         purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),

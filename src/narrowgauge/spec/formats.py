@@ -13,8 +13,8 @@ integer format has equal steps everywhere.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Literal
 
 from narrowgauge.errors import FormatError, suggestion
@@ -50,17 +50,24 @@ class Format:
     purpose: str
     source: str
     kind: Kind = "float"
-    max: float = field(init=False, compare=False, repr=False)
-    min: float = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        largest = self._largest()
-        least = math.ldexp(1.0, self.min_exponent)
-        if self.signed:
-            least = -largest - (self.kind == "int")
-        # Set once, since casts ask for them in each call.
-        object.__setattr__(self, "max", largest)
-        object.__setattr__(self, "min", least)
+    @cached_property
+    def max(self) -> float:
+        """Return the value of the largest code that is a number."""
+        mantissas = 1 << self.mantissa_bits
+        if self.kind == "int":
+            return float(mantissas - 1)
+        code = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        code -= {"ieee": mantissas, "all_ones": 1}.get(self.specials, 0)
+        exponent, mantissa = divmod(code, mantissas)
+        return math.ldexp(mantissas + mantissa, self.finest_exponent + exponent - self.signed)
+
+    @cached_property
+    def min(self) -> float:
+        """Return the value of the least code that is a number."""
+        if not self.signed:
+            return math.ldexp(1.0, self.min_exponent)
+        return -self.max - (self.kind == "int")
 
     @property
     def infinities(self) -> bool:
@@ -82,9 +89,7 @@ class Format:
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value (0 for integers)."""
-        if self.kind == "int":
-            return 0
-        return int(self.signed) - self.bias
+        return 0 if self.kind == "int" else self.signed - self.bias
 
     @property
     def max_exponent(self) -> int:
@@ -94,9 +99,7 @@ class Format:
     @property
     def finest_exponent(self) -> int:
         """Return the exponent of the smallest ulp."""
-        if self.kind == "int":
-            return 0
-        return self.min_exponent - self.mantissa_bits
+        return 0 if self.kind == "int" else self.min_exponent - self.mantissa_bits
 
     @property
     def nearest_floor(self) -> int:
@@ -109,34 +112,17 @@ class Format:
     @property
     def smallest_normal(self) -> float | None:
         """Return the smallest positive value with a full mantissa; ``None`` for integers."""
-        if self.kind == "int":
-            return None
-        return math.ldexp(1.0, self.min_exponent)
+        return None if self.kind == "int" else math.ldexp(1.0, self.min_exponent)
 
     @property
     def smallest_subnormal(self) -> float | None:
         """Return the smallest positive value; ``None`` for integers and formats without subnormals."""
-        if self.kind != "float":
-            return None
-        return math.ldexp(1.0, self.finest_exponent)
+        return math.ldexp(1.0, self.finest_exponent) if self.kind == "float" else None
 
     @property
     def epsilon(self) -> float:
         """Return the distance from 1 to the next larger value."""
-        if self.kind == "int":
-            return 1.0
-        return math.ldexp(1.0, -self.mantissa_bits)
-
-    def _largest(self) -> float:
-        """Return the value of the largest code that is a number."""
-        mantissa_mask = (1 << self.mantissa_bits) - 1
-        if self.kind == "int":
-            return float(mantissa_mask)
-        code = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
-        code -= {"ieee": mantissa_mask + 1, "all_ones": 1}.get(self.specials, 0)
-        field = code >> self.mantissa_bits
-        significand = (1 << self.mantissa_bits) + (code & mantissa_mask)
-        return math.ldexp(significand, self.finest_exponent + field - self.signed)
+        return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
 
 _IEEE = "IEEE 754-2019, section 3.4"

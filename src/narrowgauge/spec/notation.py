@@ -9,12 +9,11 @@ a 16-bit format alone, by which libraries mean different weights and moments. Wi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.recipes import Recipe, is_pair
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_data
@@ -33,7 +32,6 @@ REFUSED: dict[str, dict[str, Any]] = _NAMES["refused"]
 
 ``nearest`` is what comes nearest, ``why`` what they keep that it does not.
 """
-_COMPUTES = {name: row["recipe"] for name, row in ALIASES.items() if "/" not in row["recipe"]}
 _SEE = "(narrowgauge show recipes lists all.)"
 
 
@@ -55,18 +53,11 @@ def compute_name(part: str) -> str:
         >>> compute_name("fp8"), compute_name("FP8-tensor")
         ('float8-row', 'float8-tensor')
     """
-    full = spelled(part)
-    return _COMPUTES.get(part.strip().lower()) or _COMPUTES.get(full, full)
-
-
-def full_names() -> list[str]:
-    """List all valid ``compute/storage`` names, in the order of the tables."""
-    names = []
-    for compute, storage in product(COMPUTES.values(), STORAGES.values()):
-        name = f"{compute.name}/{storage.short_name}"
-        if is_pair(compute, storage) and name not in REFUSED:
-            names.append(name)
-    return names
+    for name in (part.strip().lower(), spelled(part)):
+        recipe = ALIASES.get(name, {}).get("recipe", "/")
+        if "/" not in recipe:
+            return recipe
+    return spelled(part)
 
 
 def representative_names() -> list[str]:
@@ -115,26 +106,26 @@ def parse(value: Any) -> Recipe:
         return value
     if not isinstance(value, str):
         raise RecipeError(f"Cannot take recipe = {value!r}.", "A recipe is a name in quotes.")
-    compute, *rest = value.strip().split("/")
-    name = "/".join([compute_name(compute), *map(spelled, rest)])
+    parts = value.strip().split("/")
+    name = "/".join([compute_name(parts[0]), *map(spelled, parts[1:])])
     _refuse(value, name)
     name = ALIASES.get(name, {}).get("recipe", name)
-    compute, *rest = name.split("/")
-    if len(rest) > 2 or (not rest and compute not in {*COMPUTES, *REFUSED}):
+    parts = name.split("/")
+    if len(parts) > 3 or (len(parts) == 1 and name not in COMPUTES):
         # A storage alone is a likely mistake, and not similar to any full name.
         near = f"Did you mean 'bfloat16/{name}'?"
         if name not in STORAGES:
-            near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
+            near = suggestion(name, [*ALIASES, *representative_names(), *COMPUTES])
         raise RecipeError(f"no recipe is named '{value}'.", f"{near} {_SEE}".strip())
-    row = get_compute(compute)
-    name = rest[0] if rest else row.default_storage
-    reduction = rest[1] if len(rest) == 2 else "native"
-    storage = STORAGES.get(f"{row.name}/{name}") or STORAGES.get(name)
+    compute = get_compute(parts[0])
+    name = parts[1] if len(parts) > 1 else compute.default_storage
+    reduction = parts[2] if len(parts) > 2 else "native"
+    storage = STORAGES.get(f"{compute.name}/{name}") or STORAGES.get(name)
     if storage is None:
         raise _no_part("storage", name, [stored.short_name for stored in STORAGES.values()])
     if reduction not in REDUCTIONS:
         raise _no_part("reduction", reduction, REDUCTIONS)
-    return Recipe(row, storage, REDUCTIONS[reduction])
+    return Recipe(compute, storage, REDUCTIONS[reduction])
 
 
 def parse_names(names: str) -> list[Recipe]:

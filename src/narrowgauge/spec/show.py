@@ -7,27 +7,65 @@ with. ``--json`` prints the same figures as a terminal and the documentation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from narrowgauge.spec import notation, storages
+from narrowgauge.spec import notation
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.tables import Row, Table, table_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.spec.values import require_number
 
+TABLES: dict[str, tuple[str, Mapping[str, Any], str]] = {
+    "formats": (
+        "Number formats: range and precision.", FORMATS,
+        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
+        "purpose source",
+    ),
+    "recipes": (
+        "Recipes: purpose, bytes, losses.", {name: notation.parse(name) for name in notation.representative_names()},
+        "name bytes_per_param storage.loses compute.purpose",
+    ),
+    "aliases": ("Names in other libraries, and the recipe that each means.", notation.ALIASES, ""),
+    "computes": (
+        "How operands of the three matmuls are cast.", COMPUTES,
+        "name output grad_input grad_weight kept_bytes native purpose source",
+    ),
+    "rules": (
+        "Update rules: options, usual rates, sources.", UPDATE_RULES,
+        "name optimizer purpose is_matrix settings options rate source",
+    ),
+    "storages": (
+        "How weights and moments are stored between steps.", STORAGES,
+        "name visible weight master exp_avg exp_avg_sq bytes_per_param vectors loses source",
+    ),
+    "reductions": (
+        "How and in which format ranks sum gradients.", REDUCTIONS, "name wire error order_invariant purpose source",
+    ),
+    "chips": (
+        "Accelerators: memory, bandwidth, peak rates, links.", CHIPS,
+        "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
+    ),
+    "models": (
+        "Preset models: shapes and parameter counts.", MODELS,
+        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size source",
+    ),
+}  # fmt: skip
+"""By name: a line of help, the items, and the keys. Only JSON has the sources."""
+
 
 def table(name: str) -> Table:
     """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold."""
+    if name == "aliases":
+        return table_of(_aliases())
     _, items, keys = TABLES[name]
-    return table_of(_rows(items(), keys), hidden=("source",) if name != "aliases" else ())
+    return table_of(_rows(items.values(), keys), hidden=("source",))
 
 
 def state_table(params: float) -> Table:
@@ -52,64 +90,12 @@ def _rows(items: Iterable[Any], keys: str) -> list[Row]:
     return rows
 
 
-class _Alias(NamedTuple):
-    """A name of another library: the recipe that it means, or what is nearest, and why."""
-
-    name: str
-    recipe: str
-    source: str
-
-
-def _aliases() -> Iterator[_Alias]:
-    for name, row in notation.ALIASES.items():
-        yield _Alias(name, **row)
+def _aliases() -> list[Row]:
+    rows: list[Row] = [{"name": name, **row} for name, row in notation.ALIASES.items()]
     for name, row in notation.REFUSED.items():
-        yield _Alias(name, ", ".join(row["nearest"]), row.get("why", "ambiguous: say which"))
-
-
-def _recipes() -> Iterator[Recipe]:
-    yield from map(notation.parse, notation.representative_names())
-
-
-_OF_RECIPE = "name bytes_per_param storage.loses compute.purpose"
-TABLES: dict[str, tuple[str, Callable[[], Iterable[Any]], str]] = {
-    "formats": (
-        "Number formats: range and precision.", FORMATS.values,
-        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
-        "purpose source",
-    ),
-    "recipes": ("Recipes: purpose, bytes, losses.", _recipes, _OF_RECIPE),
-    "aliases": ("Names in other libraries, and the recipe that each means.", _aliases, "name recipe source"),
-    "computes": (
-        "How operands of the three matmuls are cast.", COMPUTES.values,
-        "name output grad_input grad_weight kept_bytes native purpose source",
-    ),
-    "rules": (
-        "Update rules: options, usual rates, sources.", UPDATE_RULES.values,
-        "name optimizer purpose is_matrix settings options rate source",
-    ),
-    "storages": (
-        "How weights and moments are stored between steps.", STORAGES.values,
-        "name visible weight master exp_avg exp_avg_sq bytes_per_param vectors loses source",
-    ),
-    "reductions": (
-        "How and in which format ranks sum gradients.", REDUCTIONS.values, "name wire error order_invariant purpose source",
-    ),
-    "chips": (
-        "Accelerators: memory, bandwidth, peak rates, links.", CHIPS.values,
-        "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
-    ),
-    "models": (
-        "Preset models: shapes and parameter counts.", MODELS.values,
-        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size source",
-    ),
-}  # fmt: skip
-"""By name: a line of help, what the rows are of, and the keys. Only JSON has the sources."""
-
-
-# ── one recipe ────────────────────────────────────────────────────────────────────────────────────
-
-_FORMULAS = {"output": "y = x · wᵀ", "grad_input": "dx = dy · w", "grad_weight": "dw = dyᵀ · x"}
+        why = row.get("why", "ambiguous: say which")
+        rows.append({"name": name, "recipe": ", ".join(row["nearest"]), "source": why})
+    return rows
 
 
 def page_recipe(name: str) -> tuple[Row, list[Table]]:
@@ -122,56 +108,43 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
     storage = recipe.storage
     compute = recipe.compute
     least, most = storage.gradients
-    vectors = storages.for_vectors(storage)
+    gradients = "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
     facts = {
         "loses": storage.loses,
-        "gradients": "any" if most == math.inf else f"{least:.0e} to {most:.0e}",
+        "gradients": "any; in a row, down to 8e-06 of its largest" if storage.scaled else gradients,
         "storage from": storage.source,
-        "norm gains, biases": f"stored as {vectors.name}, {vectors.bytes_per_param:g} bytes each",
+        "norm gains, biases": storage.vectors or storage.name,
         "for": compute.purpose,
         "compute from": compute.source,
         "native": compute.native or "nowhere: emulated",
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
+        "last blocks left plain": f"{compute.keep_last:.0%}",
     }
-    if storage.scaled:
-        facts["gradients"] = "any; in a row, down to 8e-06 of its largest"
-    if not compute.is_wide:
-        facts["linears left plain"] = "layers outside the blocks, routers and adapters"
-    if compute.keep_last:
-        facts["linears left plain"] += f"; the last {compute.keep_last:.0%} of the blocks"
     stored = _stored_words(storage)
-    matmuls = _matmuls(compute)
-    row = {**_rows([recipe], _OF_RECIPE)[0], "facts": facts, "stored": stored, "matmuls": matmuls}
+    matmuls = []
+    for formula, product in zip(_FORMULAS, compute.products.values(), strict=True):
+        matmuls += [
+            {"matmul": formula, **row} for row in _rows([product], "left right accumulation")
+        ]
+    row = {"name": recipe.name, "bytes_per_param": recipe.bytes_per_param}
+    row |= {"facts": facts, "stored": stored, "matmuls": matmuls}
     total = {"word": "in all", "codes": "", "bytes": recipe.bytes_per_param}
     rows = [{"recipe": key, recipe.name: value} for key, value in facts.items()]
     return row, [table_of(rows), table_of([*stored, total]), table_of(matmuls)]
 
 
-def _matmuls(compute: Compute) -> list[Row]:
-    """Return a row for each product: its operands [rows, contraction] as they are cast."""
-    rows = []
-    for place, product in compute.products.items():
-        row = {"matmul": _FORMULAS[place]}
-        for side in ("left", "right"):
-            slot = f"{place}.{side}"
-            row[side] = str(compute.casts[slot])
-            if compute.cast_slots[slot] != slot:
-                row[side] += f", codes of {compute.cast_slots[slot]}"
-        rows.append({**row, "accumulation": product.accumulation})
-    return rows
+_FORMULAS = ("y = x · wᵀ", "dx = dy · w", "dw = dyᵀ · x")
 
 
 def _stored_words(storage: Storage) -> list[Row]:
     """Return what is in memory per parameter of a matrix; the bytes sum to the bytes per parameter."""
     size = VISIBLE[storage.visible][0] / 8
-    rounded = "" if storage.beside or storage.weight.rounding == "nearest" else ", stochastic"
-    rows: list[Row] = [{"word": "weight", "codes": storage.visible + rounded, "bytes": size}]
+    rows: list[Row] = [{"word": "weight", "codes": str(storage.weight), "bytes": size}]
     for group in storage.packing:
-        codes = []
-        for name, _ in group:
-            role = name.partition("_low")[0]
-            codes.append(str(storage.weight if role in storage.beside else storage.code(role)))
-        names = ", ".join(name for name, _ in group)
-        rows.append({"word": names, "codes": "; ".join(codes), "bytes": width_of(group) / 8})
+        names = [name for name, _ in group]
+        codes = [str(storage.code(role)) for state, role in storage.states if state in names]
+        rows.append(
+            {"word": ", ".join(names), "codes": "; ".join(codes), "bytes": width_of(group) / 8}
+        )
     return [*rows, {"word": "gradient", "codes": storage.visible, "bytes": size}]

@@ -12,78 +12,70 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Key = str | Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One printed column: its title, the key of a row's value or a function of the row, and its
-    style.
-    """
-
-    title: str
-    key: Key
-    code: bool = False  # a name, printed in code style where there is one
-    right: bool = False  # aligned right
-
-    def cell(self, row: Any) -> str:
-        if callable(self.key):
-            return cell_text(self.key(row))
-        if isinstance(row, dict):
-            return cell_text(row[self.key])
-        return cell_text(getattr(row, self.key))
+_CODE = {"name", "recipe", "reading", "table", "metric", "column"}
+"""Titles of columns in code style, where there is one."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, dicts or objects, and the columns of them to print."""
+    """Rows, dicts or objects, and the printed columns by title: the key of a row's value, or a
+    function of the row.
+    """
 
-    columns: tuple[Column, ...]
     rows: list[Any]
+    shown: Mapping[str, str | Callable[[Any], Any]]
     title: str = ""
 
-    @property
-    def heads(self) -> list[str]:
-        return [column.title for column in self.columns]
+    def columns(self) -> dict[str, list[str]]:
+        """Return the text of each cell by title."""
+        columns: dict[str, list[str]] = {}
+        for title, key in self.shown.items():
+            columns[title] = []
+            for row in self.rows:
+                value = (
+                    key(row)
+                    if callable(key)
+                    else row[key]
+                    if isinstance(row, dict)
+                    else getattr(row, key)
+                )
+                columns[title].append(cell_text(value))
+        return columns
 
     def markdown(self) -> str:
         """GitHub markdown, without the title."""
-        lines = [self.heads, ["---:" if column.right else "---" for column in self.columns]]
-        for row in self.rows:
-            cells = []
-            for column in self.columns:
-                cell = column.cell(row)
-                cells.append(f"`{cell}`" if column.code else cell.replace("|", r"\|"))
-            lines.append(cells)
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        aligned = []
+        for title, cells in self.columns().items():
+            rule = "---:" if is_number(cells) else "---"
+            style = "`{}`" if title in _CODE else "{}"
+            shown = [style.format(cell) for cell in cells]
+            aligned.append([title, rule, *(cell.replace("|", r"\|") for cell in shown)])
+        return "".join(f"| {' | '.join(line)} |\n" for line in zip(*aligned, strict=True))
 
     def plain(self) -> str:
         """Aligned text for a pipe: titles, then one line per row, never wrapped."""
         aligned = []
-        for column in self.columns:
-            cells = [column.title, *map(column.cell, self.rows)]
-            width = max(map(len, cells))
-            align = str.rjust if column.right else str.ljust
-            aligned.append([align(cell, width) for cell in cells])
+        for title, cells in self.columns().items():
+            width = max(map(len, [title, *cells]))
+            align = str.rjust if is_number(cells) else str.ljust
+            aligned.append([align(cell, width) for cell in (title, *cells)])
         lines = [self.title] if self.title else []
         lines += ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
         return "".join(f"{line}\n" for line in lines)
 
 
-def table_of(rows: Sequence[Row], title: str = "", hidden: Sequence[str] = ()) -> Table:
-    """Return a table of all keys of dicts but the ``hidden`` ones and those without a text.
+def is_number(cells: Sequence[str]) -> bool:
+    """Return whether a column is aligned right: its texts begin with a number, or are empty."""
+    return all(re.match(r"[-+\N{MINUS SIGN}]?\d|[-–]?$", cell) for cell in cells)
 
-    Numbers, and texts that begin with one, are aligned right.
-    """
-    columns = []
+
+def table_of(rows: Sequence[Row], title: str = "", hidden: Sequence[str] = ()) -> Table:
+    """Return a table of all keys of dicts but the ``hidden`` ones and those without a text."""
+    shown = {}
     for key in rows[0]:
-        cells = [cell_text(row[key]) for row in rows]
-        if key in hidden or not any(cells):
-            continue
-        is_number = all(re.match(r"[-+]?\d|$", cell) for cell in cells)
-        title_text = key.replace("_", " ")
-        columns.append(Column(title_text, key, code=key in ("name", "recipe"), right=is_number))
-    return Table(tuple(columns), list(rows), title)
+        if key not in hidden and any(cell_text(row[key]) for row in rows):
+            shown[key.replace("_", " ")] = key
+    return Table(list(rows), shown, title)
 
 
 def write(parts: Table | Sequence[Table]) -> None:
@@ -102,25 +94,6 @@ def write_json(value: Row | Sequence[Row]) -> None:
         json.dumps(json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode),
         flush=True,
     )
-
-
-def text_columns(**keys: Key) -> tuple[Column, ...]:
-    """Return columns by title. An underscore stands for a space."""
-    return _columns(keys)
-
-
-def number_columns(**keys: Key) -> tuple[Column, ...]:
-    """Columns of numbers by title, aligned right."""
-    return _columns(keys, right=True)
-
-
-def name_columns(**keys: Key) -> tuple[Column, ...]:
-    """Columns of names by title, in code style."""
-    return _columns(keys, code=True)
-
-
-def _columns(keys: Mapping[str, Key], **style: bool) -> tuple[Column, ...]:
-    return tuple(Column(title.replace("_", " "), key, **style) for title, key in keys.items())
 
 
 def cell_text(value: Any) -> str:

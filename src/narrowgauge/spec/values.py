@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable
@@ -27,18 +28,14 @@ def require_number(
         bounds.append(f"above {least:g}" if is_open else f"at least {least:g}")
     if below < math.inf:
         bounds.append(f"below {below:g}")
-    try:
-        if isinstance(value, (bool, str)):
-            raise TypeError
-        number = operator.index(value) if is_whole else float(value)
-    except (TypeError, ValueError, RuntimeError):
-        words = ", ".join(["one integer" if is_whole else "one number", *bounds])
-        raise RecipeError(f"Cannot use {name} = {value!r}: it must be {words}.") from None
-    if not (least < number < below if is_open else least <= number < below):
-        if not is_whole:
-            bounds.append("finite")
-        shown = value if isinstance(value, (int, float)) else number
-        raise RecipeError(f"Cannot use {name} = {shown}: it must be {' and '.join(bounds)}.")
+    words = " and ".join(["one integer" if is_whole else "one finite number", *bounds])
+    is_inside = False
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(value, (bool, str)):
+            number = operator.index(value) if is_whole else float(value)
+            is_inside = number < below and (least < number if is_open else least <= number)
+    if not is_inside:
+        raise RecipeError(f"Cannot use {name} = {value!r}: it must be {words}.")
 
 
 def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

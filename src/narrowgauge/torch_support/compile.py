@@ -8,13 +8,11 @@ uncompiled, with one warning.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +27,13 @@ Fewer do not win back the seconds of compiling.
 """
 SMALL_SIDE = 256
 """Shorten longer sides to about this to compare compiled code with its function."""
-_ON_GPU = {
+_OPTIONS = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-"""Options of Inductor: the defaults divide approximately and flush subnormals. A release may lack
-some.
+"""Options of Inductor: on a GPU its defaults divide approximately and flush subnormals. A release
+may lack some.
 """
 
 
@@ -47,28 +45,26 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
     # Before sizes are compared: a comparison would bind a traced length to one side of the bound.
     if is_traced():
         return function(*arguments)
-    place = place_of(arguments)
-    if place == "cpu" and size < COMPILE_ELEMENTS:
+    is_cpu = all(x is None or x.is_cpu for x in arguments)
+    if is_cpu and size < COMPILE_ELEMENTS:
         return function(*arguments)
-    return compiled(function, place)(*arguments)
+    return compiled(function)(*arguments)
 
 
 @lru_cache(None)
-def compiled(function: Callable[..., Any], place: Literal["cpu", "gpu"] = "cpu") -> Compiled:
+def compiled(function: Callable[..., Any]) -> Compiled:
     """Return a function compiled for arguments of any size. Its first call takes seconds.
 
     Args:
         function: pure except for writing into its arguments, without Python branches on values.
     """
-    if place == "gpu":
-        return Compiled(function, options())
-    return Compiled(function, {})
+    return Compiled(function)
 
 
 class Compiled:
     """Call compiled code where it has the bits of its function, and elsewhere the function."""
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         def call(*arguments: Tensor | None) -> Any:
             return function(*arguments)
 
@@ -77,7 +73,7 @@ class Compiled:
         code = call.__code__.replace(co_name=self.name)
         alone = types.FunctionType(code, globals(), self.name, None, call.__closure__)
         self.function = function
-        self.run: Callable[..., Any] = torch.compile(alone, dynamic=True, options=options)
+        self.run: Callable[..., Any] = torch.compile(alone, dynamic=True, options=options())
 
     def __call__(self, *arguments: Tensor | None) -> Any:
         # A Parameter would be compiled anew.
@@ -89,48 +85,35 @@ class Compiled:
 
     def is_equal(self, arguments: Sequence[Tensor | None]) -> bool:
         """Return whether compiled code gives the function's bits. Compare at the first use."""
-        pattern = tuple([x if x is None else (x.dtype, x.ndim) for x in arguments])
-        key = self, place_of(arguments), pattern
-        return not prove(self.name, key, TORCH, lambda: self._compare(arguments))
+        pattern = tuple([x if x is None else (x.dtype, x.ndim, x.device) for x in arguments])
+        return not prove(self.name, (self, pattern), TORCH, lambda: self._compare(arguments))
 
     def _compare(self, arguments: Sequence[Tensor | None]) -> bool:
-        with quiet():
-            cut: Callable[[int], int] = _cut
-            try:
-                self.function(*_case(arguments, False, cut))
-            except (RuntimeError, ValueError):
-                cut = int  # sides that belong together
-            cases = [_case(arguments, edges, cut) for edges in (False, True)]
-            return all(matches(self.run, self.function, case) for case in cases)
+        cut: Callable[[int], int] = _cut
+        try:
+            self.function(*_case(arguments, False, cut))
+        except (RuntimeError, ValueError):
+            cut = int  # sides that belong together
+        for edges in (False, True):
+            case = _case(arguments, edges, cut)
+            results = []
+            for call in (self.function, self.run):
+                copies = [x if x is None else x.clone() for x in case]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the compiler's own
+                    leaves = torch.utils._pytree.tree_leaves((call(*copies), copies))
+                results.append([x for x in leaves if x is not None])
+            if not all(same_numbers(x, y) for x, y in zip(*results, strict=True)):
+                return False
+        return True
 
 
+@lru_cache(None)
 def options() -> dict[str, Any]:
-    """Return Inductor's options for a GPU, without those that this release lacks."""
-    from torch._inductor import config
+    """Return Inductor's options, without those that this release lacks."""
+    from torch._inductor import list_options
 
-    present = {}
-    for name, value in _ON_GPU.items():
-        holder: Any = config
-        for part in name.split("."):
-            holder = getattr(holder, part, None)
-        if holder is not None:
-            present[name] = value
-    return present
-
-
-def matches(
-    run: Callable[..., Any], function: Callable[..., Any], case: Sequence[Tensor | None]
-) -> bool:
-    """Return whether compiled code returns and writes the same bits as its function.
-
-    NaN bits of a float may differ. The arguments of the case do not change.
-    """
-    results = []
-    for call in (function, run):
-        copies = [x if x is None else x.clone() for x in case]
-        leaves = torch.utils._pytree.tree_leaves((call(*copies), copies))
-        results.append([x for x in leaves if x is not None])
-    return all(same_numbers(x, y) for x, y in zip(*results, strict=True))
+    return {name: value for name, value in _OPTIONS.items() if name in list_options()}
 
 
 def _case(
@@ -156,23 +139,3 @@ def _cut(side: int) -> int:
     if side > 2 * SMALL_SIDE:
         return SMALL_SIDE + side % SMALL_SIDE
     return side
-
-
-def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
-    for x in arguments:
-        if x is not None and not x.is_cpu:
-            return "gpu"
-    return "cpu"
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress the compiler's own deprecation warnings and banners."""
-    level = logging.getLogger("torch").level
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.getLogger("torch").setLevel(level)

@@ -130,7 +130,7 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], bool]) -> st
                 if not compare():
                     reason = f"{language} compiles {name} to code that gives other bits"
         except Exception as error:  # a broken compiler must not stop a training run
-            if _is_out_of_memory(error):
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise  # another call may have the memory
             is_final = not isinstance(error, OSError)
             line = str(error).partition("\n")[0][:160]
@@ -145,12 +145,3 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], bool]) -> st
                 f"{reason}. It runs uncompiled: {factor}slower, with the same bits.", stacklevel=4
             )
         return reason
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed. On a CPU PyTorch raises a RuntimeError."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if "can't allocate memory" in str(error):
-        return True
-    return error.__cause__ is not None and _is_out_of_memory(error.__cause__)

@@ -199,8 +199,7 @@ def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:
     """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else their
     computed dtype.
     """
-    policy = getattr(group, "mp_policy", None)  # from PyTorch 2.15 on each parameter has its own
-    policy = policy or next(p.mp_policy for p in group.fsdp_params if p.sharded_param is parameter)
+    policy = group.mp_policy
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
     return dtype
 

@@ -76,9 +76,6 @@ class Scaled(Tensor):
         self.raw = data
         self.scale = torch.as_tensor(scale, dtype=torch.float32, device=data.device)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Scaled({self.raw}, {self.scale})"
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ATTENTION:
@@ -126,17 +123,9 @@ def times(x: Tensor, power: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor) -> Scaled:
-    """Return ``x``, plain or scaled, with a new scale from its measured root mean square: the
-    *dynamic rescale*.
-
-    Example:
-        >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
-        Scaled(tensor([ 1., -2.]), 0.5)
-    """
-    if not isinstance(x, Scaled):
-        x = Scaled(x, 1.0)
-    size = power_of_rms(x.raw)
-    return Scaled(x.raw / size, x.scale * size)
+    """Return a plain tensor with a scale from its measured root mean square: the *dynamic rescale*."""
+    size = power_of_rms(x)
+    return Scaled(x / size, size)
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
@@ -426,7 +415,7 @@ def scalify(model: nn.Module) -> None:
 
     Args:
         model: changed in place. Each module with parameters, and each activation, gets its own
-            class. Swap narrow layers before. A second call changes nothing.
+            class. Swap narrow layers before.
     Raises:
         RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
     Example:
@@ -444,21 +433,20 @@ def scalify(model: nn.Module) -> None:
     rules: dict[nn.Module, Any] = {}
     for name, module in model.named_modules():
         rule = _rule_for(module)
-        # A plain head has plain inputs and outputs. A rule would only measure it.
-        is_plain = isinstance(module, _Ruled) or (module is head and type(module) is nn.Linear)
-        if rule is not None and not is_plain:
+        if rule is not None:
             rules[module] = rule
-        elif rule is None and next(module.parameters(recurse=False), None) is not None:
+        elif next(module.parameters(recurse=False), None) is not None:
             raise unknown(f"the module '{name}' of class {type(module).__name__}")
+    if type(head) is nn.Linear:  # its inputs and outputs are plain: a rule would only measure it
+        del rules[head]
     for module, rule in rules.items():
         kind: Any = type(module)
         module.__class__ = extended_class(rule, kind)
     if isinstance(head, _Ruled):
         head.leaves_plain = True
     # The body of a Hugging Face model can also be called directly.
-    for module in (model, cast(nn.Module, getattr(model, "base_model", model))):
-        if _leave_values not in module._forward_hooks.values():
-            module.register_forward_hook(_leave_values)
+    for module in {model, cast(nn.Module, getattr(model, "base_model", model))}:
+        module.register_forward_hook(_leave_values)
 
 
 def _rule_for(module: nn.Module) -> type[_Ruled] | None:
