@@ -12,8 +12,8 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
-from narrowgauge.optim.state import Extras, LocalState, State, new_state
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Shapes, extras_of
+from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
@@ -89,7 +89,7 @@ class Kernels:
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
         """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
         kernel = self.kernel_of(group, parameter)
-        extras: Extras = {}
+        extras: Shapes = {}
         if kernel.is_matrix:
             extras = extras_of(kernel.rule, parameter.shape, group)
         return LocalState(parameter, state, kernel, extras)

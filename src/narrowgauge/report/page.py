@@ -19,7 +19,7 @@ from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.tables import Table, cell_text, is_number
+from narrowgauge.spec.tables import Table, is_number
 
 
 def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
@@ -157,14 +157,10 @@ def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
 
 
 def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
-    """Return the sentence of the earliest reading of a kind, and then its numbers."""
+    """Return the sentence of the earliest reading of a kind, and then its place."""
     _, reading = min(members, key=lambda member: member[1].step)
     seeds = ", ".join(map(str, sorted({seed for seed, _ in members})))
     words = [f"{label}, seed {seeds}", what, reading.tensor, f"step {reading.step}"]
-    for name in ("value", "expected", "bound"):
-        value = getattr(reading, name)
-        if value is not None:
-            words.append(f"{name} {cell_text(value)}")
     sentence = escape(reading.text or f"{what}.")
     return (
         f'<li><p>{sentence}</p><p class="muted">{escape(" · ".join(filter(None, words)))}</p></li>'
