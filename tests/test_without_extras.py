@@ -65,7 +65,6 @@ def test_a_missing_package_is_asked_for_in_one_line(tmp_path: Path) -> None:
         "train",
         "compare --recipes bfloat16/word",
         "plan run --model config.json --chip H100-SXM",
-        "plan run --model org/name --chip H100-SXM",
     ):
         done = run(COMMAND, *line.split(), folder=tmp_path)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
