@@ -152,7 +152,7 @@ class Sample:
                 intended = self.change + decay
             still = {**scalars, rule.decay: torch.zeros_like(scalars[rule.decay])}
             inputs = Inputs(rule, storage, self.lane, self.change, still, numbers.seed)
-            arrived = stored - codes.changes(storage, self.lane, advance(inputs))[1]
+            arrived = stored - (codes.weight_after(storage, self.lane, advance(inputs)) - weight)
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
