@@ -59,7 +59,6 @@ class Row:
     Attributes:
         rule: the name of its struct in ``step.h``.
         scalars: how many the rule has.
-        is_penalized: whether new states depend on the weight.
         is_given: whether the change is a stream, of a matrix rule.
         addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
             change, and the bounds of blocks.
@@ -68,7 +67,6 @@ class Row:
 
     rule: str
     scalars: int
-    is_penalized: bool
     is_given: bool
     addresses: int
     layout: Layout
@@ -82,7 +80,6 @@ def row_of(rule: AnyRule, storage: Storage) -> Row:
     return Row(
         rule=step_cpp.struct_of(rule),
         scalars=len(rule.scalars),
-        is_penalized=getattr(rule, "coupled", False),
         is_given=is_given,
         addresses=1 + len(layout.bytes) + is_given + layout.num_scaled,
         layout=layout,
