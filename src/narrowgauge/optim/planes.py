@@ -25,8 +25,6 @@ from torch import Tensor
 from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-NUMBERS = ("bfloat16", "float16", "float32")
-"""Visible formats, and those of gradients, by their numbers in the table of a step."""
 BLOCK = 256
 """Elements of a row that share the scale of a code."""
 LEAST_ROW = 64
