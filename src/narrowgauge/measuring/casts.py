@@ -30,7 +30,6 @@ from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
@@ -72,7 +71,6 @@ class Gauges(Listener):
         every: int,
         on_row: Callable[[Row], object],
     ) -> None:
-        require_float64(hub.model.parameters())
         self.optimizer = optimizer
         self.every = every
         self.step = 0
