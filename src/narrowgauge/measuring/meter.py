@@ -69,8 +69,10 @@ class Meter(Listener):
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
         if hub.here.size > 1:
-            self._ranks = RankSums(hub.here, self.names)
-            if self._is_whole and not self._ranks.whole:
+            ranks = RankSums(hub.here, self.names)
+            if ranks.whole:
+                self._ranks = ranks
+            elif self._is_whole:
                 self.unseen["weights of ranks"] = "ranks hold other tensors"
         self._follow_probe()
         hub.listeners.append(self)
@@ -241,7 +243,7 @@ class Meter(Listener):
         self._guard(self._after, optimizer)
         self._stepped.add(optimizer)
         if optimizer is self.hub.optimizers[-1]:
-            if self._ranks is not None and self._ranks.whole:
+            if self._ranks is not None:
                 self._guard(self._ranks.take_weights)
                 for what, flags in self._ranks.compare(self._is_broken, self.number).items():
                     self._numbers.set(what, self._ranks.whole, flags)

@@ -39,8 +39,6 @@ The tensor has ``count`` blocks in rows of ``columns``, each program ``extent`` 
 programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). An ``aligned`` tensor
 has rows of whole vectors, at addresses of whole vectors. ``number`` is the row of its scalars.
 """
-PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
-"""The place of each size, from the end of a row of the table."""
 FORMATS = {getattr(torch, name): number for number, name in enumerate(NUMBERS)}
 BLOCKS_ON_GPU = 4
 """Blocks of a program there."""
@@ -104,7 +102,8 @@ class Programs:
     def __init__(self, device: torch.device, num_addresses: int, num_scalars: int = 0) -> None:
         self.device = device
         self.is_cpp = language_on(device) == CPP
-        self.width = num_addresses + len(SIZES)
+        addresses = "addresses", np.int64, (num_addresses,)
+        self.columns = np.dtype([addresses, *[(name, np.int64) for name in SIZES]])
         self.numbers = np.zeros((0, num_scalars), np.float32)
         self._forms: list[tuple[int, int]] = []
 
@@ -113,7 +112,7 @@ class Programs:
         if forms == self._forms and num_numbers == len(self.numbers):
             return
         self._forms = list(forms)
-        self.rows = np.zeros((len(forms), self.width), np.int64)
+        self.rows = np.zeros(len(forms), self.columns)
         self.numbers = np.zeros((num_numbers, self.numbers.shape[1]), np.float32)
         num_rows, columns = np.array(forms, np.int64).reshape(-1, 2).T
         counts = num_rows * -(-columns // BLOCK)
@@ -121,24 +120,24 @@ class Programs:
         if self.is_cpp:
             extents = np.maximum(1, step_cpp.TILE // columns.clip(1, BLOCK))
         programs = -(-counts // extents)
-        self.rows[:, PLACE["count"]] = counts
-        self.rows[:, PLACE["extent"]] = extents
-        self.rows[:, PLACE["columns"]] = columns
-        self.rows[:, PLACE["first"]] = np.cumsum(programs) - programs
+        self.rows["count"] = counts
+        self.rows["extent"] = extents
+        self.rows["columns"] = columns
+        self.rows["first"] = np.cumsum(programs) - programs
         tiles = np.repeat(np.arange(len(forms), dtype=np.int32), programs)
         self.tiles = to_device(torch.from_numpy(tiles), self.device)
 
     def find_aligned(self, num_bounds: int = 0) -> None:
         """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
-        end = self.width - len(SIZES) - num_bounds
-        whole = self.rows[:, [*range(end), PLACE["columns"]]]
-        self.rows[:, PLACE["aligned"]] = (whole % 16 == 0).all(1)
+        addresses = self.rows["addresses"]
+        is_whole = addresses[:, : addresses.shape[1] - num_bounds] % 16 == 0
+        self.rows["aligned"] = is_whole.all(1) & (self.rows["columns"] % 16 == 0)
 
     def send(self) -> Any:
         """Copy the table and the numbers to a GPU. Return where the numbers are."""
         if self.is_cpp:
             return self.numbers.ctypes.data
-        self._table = to_device(torch.from_numpy(self.rows), self.device)
+        self._table = to_device(torch.from_numpy(self.rows.view(np.int64)), self.device)
         return to_device(torch.from_numpy(self.numbers), self.device)
 
     def call(self, function: Any, *arguments: Any, **constants: Any) -> None:
@@ -182,10 +181,10 @@ class Table:
         programs.lay_out(forms, len(places))
         rows = programs.rows
         for column, tensors in enumerate(self._streams(states)):
-            rows[:, column] = self._addresses(tensors, is_written=column != 1)
+            rows["addresses"][:, column] = self._addresses(tensors, is_written=column != 1)
         programs.find_aligned(self.row.layout.num_scaled)
-        rows[:, PLACE["format"]] = [FORMATS[state.gradient.dtype] for state in states]
-        rows[:, PLACE["number"]] = [places[numbers] for numbers in batch.values()]
+        rows["format"] = [FORMATS[state.gradient.dtype] for state in states]
+        rows["number"] = [places[numbers] for numbers in batch.values()]
         for row, numbers in zip(programs.numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
