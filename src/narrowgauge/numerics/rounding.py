@@ -279,14 +279,10 @@ def round_to(
         tensor([1.0156e-01, 4.4800e+02,        nan])
     """
     row = get_format(format)
-    if row.name == "float64" or (rounding, seed is None) not in _ROUNDINGS:
-        raise FormatError(
-            f"Cannot round to {row.name} by {rounding!r} with the seed {seed}.",
-            "Round to a format that float32 holds, to 'nearest', or 'stochastic' with seed=.",
-        )
+    _check(row.name, rounding, seed)
     values = x.detach().double()
     magnitude = values.abs()
-    negative = values.signbit()
+    negative = values.signbit() & row.signed
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
@@ -299,26 +295,30 @@ def round_to(
         count = steps.floor()
         count = count + (steps - count >= 1 - _uniform(x, seed))
     rounded = count * _power(step)
-    lowest = -row.min if row.signed else 0.0
-    limit = torch.where(negative, lowest, row.max).double()
+    limit = torch.where(negative, -row.min, row.max).double()
     outside = limit
     if not saturate and row.nans:
-        outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
+        outside = torch.full_like(limit, math.inf if row.infinities else math.nan)
     rounded = torch.where(rounded > limit, outside, rounded)
     if not row.signed:
         least = row.min if saturate else math.nan
-        rounded = rounded.clamp(min=row.min).where(~negative & (magnitude != 0), least)
-    rounded = torch.where(values.isnan(), math.nan if row.nans else 0.0, rounded)
-    has_sign = negative & ~values.isnan() & ((rounded > 0) | row.negative_zero)
-    if row.signed:
-        rounded = torch.where(has_sign, -rounded, rounded)
+        rounded = rounded.clamp(min=row.min).where(values > 0, least)
+    rounded = torch.where(negative & ((rounded > 0) | row.negative_zero), -rounded, rounded)
+    rounded = rounded.where(~values.isnan(), math.nan if row.nans else 0.0)
     return quiet(rounded.float())
 
 
-_ROUNDINGS = (("nearest", True), ("nearest", False), ("stochastic", False))
-"""Roundings, and whether they come without a seed."""
 _LARGEST_STEP = 200
 """A larger value overflows in every format. Its power of two is still a float64."""
+
+
+def _check(name: str, rounding: str, seed: int | Tensor | None) -> None:
+    is_drawn = rounding == "stochastic" and seed is not None
+    if name == "float64" or not (is_drawn or rounding == "nearest"):
+        raise FormatError(
+            f"Cannot round to {name} by {rounding!r} with the seed {seed}.",
+            "Round to a format that float32 holds, to 'nearest', or 'stochastic' with seed=.",
+        )
 
 
 def _power(exponent: Tensor) -> Tensor:
