@@ -286,23 +286,21 @@ def round_to(
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
-    exponent = (magnitude.view(torch.int64) >> 52) - 1023
-    step = (exponent - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
+    exponent = magnitude.view(torch.int64) >> 52
+    step = (exponent - 1023 - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
     steps = magnitude * _power(-step)
-    if rounding == "nearest" or seed is None:
-        count = steps.round()
-    else:
-        count = steps.floor()
-        count = count + (steps - count >= 1 - _uniform(x, seed))
+    count = steps.round()
+    if rounding == "stochastic" and seed is not None:
+        count = _drawn(steps, x, seed)
     rounded = count * _power(step)
-    limit = torch.where(negative, -row.min, row.max).double()
+    limit = torch.where(negative, -row.min, row.max)
     outside = limit
     if not saturate and row.nans:
         outside = torch.full_like(limit, math.inf if row.infinities else math.nan)
     rounded = torch.where(rounded > limit, outside, rounded)
     if not row.signed:
-        least = row.min if saturate else math.nan
-        rounded = rounded.clamp(min=row.min).where(values > 0, least)
+        rounded = rounded.clamp(min=row.min)
+        rounded = rounded.where(values > 0, row.min if saturate else math.nan)
     rounded = torch.where(negative & ((rounded > 0) | row.negative_zero), -rounded, rounded)
     rounded = rounded.where(~values.isnan(), math.nan if row.nans else 0.0)
     return quiet(rounded.float())
@@ -325,8 +323,10 @@ def _power(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
-    """Return a uniform number of 31 bits in [0, 1) for each element, of its seed, index and bits."""
+def _drawn(steps: Tensor, x: Tensor, seed: int | Tensor) -> Tensor:
+    """Round steps to one of their two neighbours by a uniform number of 31 bits in [0, 1) for each
+    element, a hash of its seed, index and bits.
+    """
     word = _low_word(torch.as_tensor(seed, dtype=torch.int64, device=x.device))
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
     if x.dtype is torch.float64:
@@ -335,7 +335,9 @@ def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
     else:
         bits = bits_of(x.detach().float())
     place = random_bits(_low_word(index), word)
-    return (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
+    uniform = (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
+    whole = steps.floor()
+    return whole + (steps - whole >= 1 - uniform)
 
 
 def _low_word(x: Tensor) -> Tensor:
