@@ -73,9 +73,9 @@ def power_below(x: Tensor) -> Tensor:
     return float_of(bits_of(x) & EXPONENT)
 
 
-def random_bits(key: Tensor, seed: Tensor) -> Tensor:
+def random_bits(key: Tensor, seed: Tensor | int) -> Tensor:
     """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under a well
-    mixed ``seed`` (0-d int32).
+    mixed ``seed`` (0-d int32, or an int).
 
     Right shifts are masked, since int32 shifts copy the sign.
 
@@ -173,42 +173,24 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def round_nearest(v: Tensor, row: Format) -> Tensor:
-    """Round float32 values to a format, ties to even.
+    """Round float32 values to a format of at most 8 bits, ties to even, and past its end to its end.
 
-    Values past its end become its end (from 16 bits up: infinity).
-
-    Invariant: equals ``round_to``, saturated for formats under 16 bits, except for the sign of
-    zero. NaN stays NaN even in formats without one. Integers end at -max, so both sides have the
-    same number of values.
+    Invariant: equals a saturated ``round_to``, except for the sign of zero. NaN stays NaN even in
+    formats without one. Integers end at -max, so both sides have the same number of values.
     """
-    if row.name in ("float32", "float64"):
-        return v
-    if row.name in ("bfloat16", "tfloat32"):
-        # Do not convert: a compiler drops a conversion that is undone at once.
-        return torch.where(
-            v.isfinite(), float_of(cut_to_even(bits_of(v), 23 - row.mantissa_bits)), v
-        )
     if row.kind == "int":
         return torch.round(v.clamp(-row.max, row.max))
-    if row.name == "float16":
-        near = _nearest(v.clamp(2 * row.min, 2 * row.max), row)
-        return torch.where(near.abs() > row.max, near * torch.inf, near)
     clamped = v.clamp(row.min, row.max)
     if row.name in _CONVERTED and v.is_cpu and not is_traced():
         # Two operations for eight, without the sign of zero, as there.
         return clamped.to(getattr(torch, row.name)).float() + 0.0
-    return _nearest(clamped, row)
+    # 1.5 × 2^k added and subtracted leaves multiples of the smallest ulp.
+    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
+    subnormal = (clamped + magic) - magic
+    return torch.where(v.abs() < 2.0**row.min_exponent, subnormal, _shortened(clamped, row))
 
 
 _CONVERTED = ("float8_e4m3fn", "float8_e5m2")
-
-
-def _nearest(v: Tensor, row: Format) -> Tensor:
-    """Round to nearest in a format whose largest value does not matter."""
-    # 1.5 × 2^k added and subtracted leaves multiples of the smallest ulp.
-    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
-    subnormal = (v + magic) - magic
-    return torch.where(v.abs() < 2.0**row.min_exponent, subnormal, _shortened(v, row))
 
 
 def _shortened(v: Tensor, row: Format) -> Tensor:
