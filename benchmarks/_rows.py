@@ -9,7 +9,6 @@ row                                 optimizer
 ``autocast exp_avg_sq=e5m2``        the same, where a tensor is rounded after each step
 ``torch AdamW bfloat16``            a peer of ``_peers.py``, over bfloat16 weights
 ``published/coat``                  published states by their formula (``_published_states.py``)
-``word-weight``, ``word-moments``   half of what ``word`` rounds; the other half is ``exact``'s
 ==================================  =================================================================
 
 Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``lora`` or
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,17 +33,10 @@ import narrowgauge as ng
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic
 from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.storages import STORAGES
 
 FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | CONTROLS
 PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
 Options = dict[str, Any]
-STORAGES["word-weight"] = replace(
-    STORAGES["exact"], name="word-weight", weight=STORAGES["word"].weight
-)
-STORAGES["word-moments"] = replace(
-    STORAGES["word"], name="word-moments", weight=STORAGES["exact"].weight
-)
 
 
 @dataclass(frozen=True)

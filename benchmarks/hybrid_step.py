@@ -13,16 +13,21 @@ Figures are medians over rounds of the means over ranks.
 Baseline: the plan for a chip whose rates were measured in the same rounds, while all ranks multiply,
 add, or gather at once. The plan takes them whole: published efficiencies and overlaps are of GPUs.
 
-Run: ``./dev bench hybrid_step [--rounds N] [--quick]``; five minutes of two cores.
+Run: ``./dev bench hybrid_step [--rounds N] [--quick]``; five minutes of two cores. Unless quick, it
+writes ``benchmarks/hybrid_step.jsonl``: planned over measured time by parts, which
+``docs/evidence.py`` cites.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -52,6 +57,8 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from ranks import on_ranks
 
+FILE = Path(__file__).with_suffix(".jsonl")
+CITED = ("matmuls", "FSDP2", "tensor parallel", "attention")
 LAYOUTS = {"shard 2 × tensor 2": (2, 2), "shard 4": (4, 1), "tensor 4": (1, 4)}
 """Ranks of FSDP2, and tensor-parallel ranks."""
 MODEL = read_model("llama-35m")
@@ -235,6 +242,14 @@ def main(arguments: Sequence[str]) -> int:
         share = sum(plan.values()) / total
         rows.append({"seconds": name} | plan | {"share": share, "distance": apart / total})
     show("a step measured, and three plans", rows)
+    if not options.quick:
+        own = rows[1]
+        ratios = [f"{part} {own[part] / measured[part]:.2f}" for part in CITED]
+        record = {
+            "row": own["seconds"], "figure": ", ".join(ratios), "distances": [row["distance"] for row in rows[1:]],
+            "ranks": 4, "vectors": torch.backends.cpu.get_cpu_capability(), "date": date.today().isoformat(),
+        }  # fmt: skip
+        FILE.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 
 

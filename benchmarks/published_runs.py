@@ -43,11 +43,12 @@ Question = dict[str, Any]
 
 class Fact(NamedTuple):
     """One fact: what was measured, planned, and the ends of the interval; ``kind`` is a row of
-    errors.
+    errors, ``source`` of runs or questions.
     """
 
     name: str
     publication: str
+    source: str
     kind: str
     what: str
     measured: float
@@ -72,38 +73,39 @@ def load(*, held_out: bool, stated: bool = False) -> list[Question]:
     name = "published_held_out.toml" if held_out else "published.toml"
     table = load_toml((HERE / name).read_text(encoding="utf-8"))
     models = {name: of_config(config, name) for name, config in table["models"].items()}
-    for row in table["run"] + table["question"]:
-        ask = row["ask"]
-        ask["model"] = models.get(ask["model"], ask["model"])
-        where = {"chips": 1} | {name: ask.pop(name) for name in _OF_CLUSTER if name in ask}
-        if isinstance(where["chip"], dict):
-            like = get_chip(where["chip"].pop("like"))
-            where["chip"] = replace(like, **where["chip"])
-        ask["cluster"] = cluster_of(**where)
-        if stated and "layout" in row:
-            ask["layout"] = row["layout"]
-    for row in table["question"]:
-        row["name"] += " (question)"
-    return list(table["run"] + table["question"])
+    rows: list[Question] = []
+    for source in ("run", "question"):
+        for row in table[source]:
+            ask = row["ask"]
+            ask["model"] = models.get(ask["model"], ask["model"])
+            where = {"chips": 1} | {name: ask.pop(name) for name in _OF_CLUSTER if name in ask}
+            if isinstance(where["chip"], dict):
+                like = get_chip(where["chip"].pop("like"))
+                where["chip"] = replace(like, **where["chip"])
+            ask["cluster"] = cluster_of(**where)
+            if stated and "layout" in row:
+                ask["layout"] = row["layout"]
+            rows.append({**row, "names": (row["name"], row["publication"], f"{source}s")})
+    return rows
 
 
 def facts_of(rows: Sequence[Question]) -> Iterator[Fact]:
     """Yield the planner's answers beside the facts of runs."""
     for row in rows:
-        names = row["name"], row["publication"]
         fact = row["fact"]
         if "longest" in fact:
             length = longest(row["ask"])
-            yield Fact(*names, "dense", "length", fact["longest"], length, (length, length))
+            ends = length, length
+            yield Fact(*row["names"], "dense", "length", fact["longest"], length, ends)
             continue
         job = plan(**row["ask"], advise=False).best
         for name in {"allocated_gb", "reserved_gb"} & fact.keys():
             planned = getattr(job, name.replace("gb", "bytes"))
             ends = [1e-9 * planned / job.peak_bytes * end for end in job.memory_interval]
-            yield Fact(*names, job.kind, "memory", fact[name], planned / 1e9, ends)
+            yield Fact(*row["names"], job.kind, "memory", fact[name], planned / 1e9, ends)
         if "rate" in fact:
-            rate = fact["rate"] * job.cluster.chips
-            yield Fact(*names, job.kind, "speed", rate, job.tokens_per_second, job.rate_interval)
+            rates = fact["rate"] * job.cluster.chips, job.tokens_per_second, job.rate_interval
+            yield Fact(*row["names"], job.kind, "speed", *rates)
 
 
 def longest(asked: Question) -> int:
@@ -132,10 +134,11 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
         peak = fact.get("allocated_gb", fact.get("reserved_gb", 0.0))
         with contextlib.suppress(NarrowgaugeError):
             run = MeasuredRun(tokens_per_second=rate, peak_gb=peak, **asked)
-            program = run.job.program, run.job.tuning.base, run.job.tuning.lora > 0
-            groups[row["publication"], run.job.chip.name, program, run.job.kind].append((row, run))
+            tuning = run.job.tuning.base, run.job.tuning.lora > 0
+            loop = run.job.chip.name, run.job.program, run.job.kind
+            groups[row["publication"], loop, tuning].append((row["names"], run))
     for runs in groups.values():
-        for (_, known), (row, wanted) in permutations(runs, 2):
+        for (_, known), (names, wanted) in permutations(runs, 2):
             changes = dict(wanted.asked)
             if not stated:
                 changes.pop("layout")
@@ -144,11 +147,11 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
                 told = known.next(**changes)
                 if told.difference == SAME:
                     continue
-                names = row["name"], row["publication"], told.difference
                 rates = wanted.tokens_per_second, told.tokens_per_second, told.rate_interval
-                yield Fact(*names, "speed", *rates)
+                yield Fact(*names, told.difference, "speed", *rates)
                 if wanted.peak_gb and known.peak_gb:
-                    yield Fact(*names, "memory", wanted.peak_gb, told.peak_gb, told.peak_interval)
+                    peaks = wanted.peak_gb, told.peak_gb, told.peak_interval
+                    yield Fact(*names, told.difference, "memory", *peaks)
 
 
 def summary(facts: Sequence[Fact]) -> str:
@@ -197,27 +200,20 @@ def main() -> int:
     rows = load(held_out=options.held_out, stated=options.stated or options.next)
     facts = pairs_of(rows, stated=options.stated) if options.next else facts_of(rows)
     groups = defaultdict(list)
-    wrong = set()
     for fact in facts:
         print(f"{fact.name:55} {fact.what:7} {fact.measured:12,.1f} {fact.planned:12,.1f}")
-        source = "questions" if fact.name.endswith("(question)") else "runs"
         kind = "mixture" if fact.kind == "mixture" else "all but mixtures"
-        for group in (fact.kind, kind, f"{kind}, {source}", source):
-            if fact not in groups[fact.what, group]:
-                groups[fact.what, group].append(fact)
-        if not fact.is_right:
-            wrong.add(fact.name)
+        for group in {fact.kind, kind, fact.source}:
+            groups[fact.what, group].append(fact)
+        groups["all", fact.source].append(fact)
     for (what, group), chosen in sorted(groups.items()):
         print(f"{what}, {group}: {summary(chosen)}")
         if group in ("dense", "mixture"):
             wider = 1.0
             while what == "memory" and len(chosen) > 3 and held_by_others(chosen, wider) < 0.8:
                 wider += 0.05
-            print(
-                "ends = [{:.3f}, {:.3f}]".format(*ends_of(chosen, wider)), f"runs = {len(chosen)}"
-            )
-    questions = {row["name"] for row in rows if row["name"].endswith("(question)")}
-    print(f"{len(questions)} questions: {len(questions - wrong)} right")
+            ends = ", ".join(f"{end:.3f}" for end in ends_of(chosen, wider))
+            print(f"ends = [{ends}] runs = {len(chosen)}")
     return 0
 
 

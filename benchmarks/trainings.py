@@ -316,6 +316,8 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
         vectors = torch.cuda.get_device_name()
     head: Record = {"setting": name, "row": row, "model": setting.model, "lr": lr, "seed": seed}
     head |= {"torch": torch.__version__, "vectors": vectors}
+    if "compact" in row or "states8" in row:  # records without it have scales of rows
+        head["scales"] = "blocks of 256"
     if options.quick:
         setting = replace(setting, steps=6, held_out=8, evaluations=())
     elif any(has(line, head) for line in lines()):

@@ -45,7 +45,7 @@ class Storage:
         stall: in the stall case (``optim.scenarios.stall``): the largest relative error of the
             stored displacement; ``"noisy"``: updates arrive on average only; ``"lost"``: they do
             not arrive, and an alarm names the fallback.
-        row_bytes: bytes of scales per row of a matrix; where there are any, planes lie in rows.
+        block_bytes: bytes of scales per block of a matrix; where there are any, planes lie in rows.
         tail_bits, beside: bits of the tail, and what is stored beside the visible weight.
         vectors_whole: 1-D parameters lose nothing; otherwise they are stored as matrices are.
         dealt: of each code that rounds stochastically: at which bit of the hash its addend begins,
@@ -57,7 +57,7 @@ class Storage:
 
     bytes_per_param: float
     stall: float | Literal["noisy", "lost"]
-    row_bytes: int = 0
+    block_bytes: int = 0
     tail_bits: int = 0
     beside: tuple[str, ...] = ()
     vectors_whole: bool = True
@@ -76,11 +76,11 @@ STORAGES: dict[str, Storage] = {
     "exact": Storage(14, 0.002, tail_bits=16, beside=("tail",)),
     "split": Storage(12, 0.01, tail_bits=16, beside=("tail",), stands_for="a 16-bit tail, and planes of 16 and of 32 bits"),
     "word": Storage(8, 0.1, 0, 8, ("tail",), dealt=_WORD, stands_for="three fields in one word, stochastic, flat"),
-    "compact": Storage(7, 0.15, 8, 8, ("tail",), dealt=_COMPACT, stands_for="four lanes, scales by row, stochastic"),
-    "states8": Storage(6, "noisy", 8, dealt=_STATES8, stands_for="scales by row, and nothing beside the weight"),
+    "compact": Storage(7, 0.15, 8, 8, ("tail",), dealt=_COMPACT, stands_for="four lanes, scales by block, stochastic"),
+    "states8": Storage(6, "noisy", 8, dealt=_STATES8, stands_for="scales by block, and nothing beside the weight"),
     "float32-states8": Storage(
         10, 0.15, 8, dealt={"exp_avg": (28, 20), "exp_avg_sq": (12, 20)},
-        stands_for="two halves of rows of whole words, scales by row",
+        stands_for="two halves of blocks of whole words, scales by block",
     ),
     "no-master": Storage(12, "lost", vectors_whole=False),
     "stochastic": Storage(
@@ -103,9 +103,9 @@ STORAGES: dict[str, Storage] = {
         12, 0.002, 8, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
     "float16/stochastic": Storage(
-        8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
+        8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by block, stochastic"
     ),
-    "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
+    "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by block"),
 }  # fmt: skip
 
 

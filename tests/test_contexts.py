@@ -47,9 +47,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """Of contexts that have required parameters."""
 ELSEWHERE = {
     "new_folder": "makes a folder (tests/runs)",
-    "whole_folder": "makes a folder (tests/runs)",
-    "_alone": "locks a file (tests/machine)",
-    "_corruption_recorded": "writes an event, and raises again (tests/trainer)",
     "Sites": "the base of others",
     "Record": "writes a folder (tests/runs)",
     "RunRecorder": "writes a folder (tests/gauges)",

@@ -71,14 +71,6 @@ def test_sessions_print_what_the_page_says(page: str, tmp_path: Path) -> None:
             )
 
 
-def test_every_picture_is_on_a_page() -> None:
-    shown = set()
-    for page in PAGES:
-        for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text_of(page)):
-            shown.add(((DOCS / page).parent / path).resolve())
-    assert shown == {path.resolve() for path in (DOCS / "images").iterdir()}
-
-
 BLOCK = re.compile(r"^```(?:bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^(?:torchrun .*-m )?narrowgauge ([^#\n]*)", re.MULTILINE)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 ORDER = (
     "errors", "spec", "runs", "planner", "report", "torch_support", "numerics", "matmul", "transforms", "optim",
-    "distributed", "assembly", "measuring", "checkpoints", "trainer", "integrations", "cli", "__main__",
+    "distributed", "assembly", "measuring", "trainer", "integrations", "cli", "__main__",
 )  # fmt: skip
 """The packages: each imports from those before it alone."""
 SIDE_BY_SIDE = {"matmul", "transforms", "optim", "distributed"}
@@ -104,7 +104,7 @@ EXPENSIVE = (
 
 ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer.
 """
-ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "transforms.scal")
+ABOUT_THEM = ("integrations", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
 
@@ -115,35 +115,6 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
         if module and module != "__main__" and not module.startswith(ABOUT_THEM):
             modules.append(module)
     in_a_new_process(LOAD.format(modules=modules, forbidden=EXPENSIVE))
-
-
-# Files that read a gradient where it lies: of leaves that are no parameters, as an object with an
-# identity, or to put it back.
-READ_GRADIENTS_IN_PLACE = {
-    "measuring/places.py",
-    "numerics/dtensor.py",
-    "torch_support/put_back.py",
-    "optim/parameter_formats.py",
-}
-
-
-def test_a_gradient_has_one_door() -> None:
-    """A gradient may be a rank's part of a sum: only ``gradient_of`` reads one, others ask whether
-    there is one.
-    """
-    offenders = set()
-    for file in SOURCE.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        asked = set()
-        for node in nodes:
-            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
-                asked.add(id(node.left))
-        for node in nodes:
-            is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-            is_grad = is_read and node.attr == "grad" and ast.unparse(node) != "torch.autograd.grad"
-            if is_grad and id(node) not in asked:
-                offenders.add(file.relative_to(SOURCE).as_posix())
-    assert offenders == READ_GRADIENTS_IN_PLACE
 
 
 def test_nothing_acts_at_the_interpreter_s_exit() -> None:

@@ -32,7 +32,8 @@ from torch.distributed.tensor.parallel import (
 
 import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.numerics.dtensor import whole
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES
 from optim.scenarios import OPTIMIZERS, REPRESENTATIVES
 from ranks import run_ranks
 
@@ -192,6 +193,25 @@ def other_seeds(rank: int, mesh: Any) -> dict[str, str]:
     return says
 
 
+def stored_by_columns(storage: str, columns: int, mesh: Any = None) -> list[Tensor]:
+    """Step a matrix and a vector, whose columns ranks share, and return what is stored."""
+    visible = getattr(torch, STORAGES[storage].visible)
+    torch.manual_seed(0)
+    params = []
+    for shape in ((3, columns), (columns,)):
+        weight = torch.randn(shape).to(visible)
+        if mesh is not None:
+            weight = distribute_tensor(weight, mesh, [Shard(weight.ndim - 1)])
+        params.append(nn.Parameter(weight))
+    optimizer = ng.AdamW(params, storage=storage, low_bits="zero", **OPTIONS)
+    for _ in range(STEPS):
+        for p in params:
+            gradient = (torch.randn(p.shape) * torch.logspace(-3, 1, columns)).to(visible)
+            p.grad = gradient if mesh is None else shared_out(gradient, p)
+        optimizer.step()
+    return [whole(optimizer.stored(p, name)) for p in params for name in ("weight", *STATE_NAMES)]
+
+
 def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     meshes = {
         "two tensor ranks": DeviceMesh("cpu", [0, 1], mesh_dim_names=("tensor",)),
@@ -207,12 +227,10 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
         results["zero-1", storage] = zero(storage)
     results["fsdp2", "overflow"] = after_an_overflow(meshes["fsdp2"])
     results["fsdp2", "seeds"] = other_seeds(rank, meshes["fsdp2"])
-    weight = distribute_tensor(torch.ones(4, 8).bfloat16(), meshes["fsdp2"], [Shard(1)])
-    optimizer = ng.AdamW([nn.Parameter(weight)], storage="compact", compile=False)
-    weight = optimizer.param_groups[0]["params"][0]
-    weight.grad = torch.ones_like(weight)
-    with pytest.raises(ng.errors.RecipeError, match="rows ranks share"):
-        optimizer.step()
+    for storage in ("compact", "float16/stochastic"):
+        results["columns", storage] = stored_by_columns(storage, 1022, meshes["fsdp2"])
+    with pytest.raises(ng.errors.RecipeError, match="shard of 250 columns"):
+        stored_by_columns("compact", 1000, meshes["fsdp2"])
     return results
 
 
@@ -236,6 +254,14 @@ def test_split_over_ranks(way: str, results: Results) -> None:
     assert len(members) == (2 if way.startswith("two") else NUM_RANKS)
     for result in members:
         assert [s for s in WAYS[way] if result[way, s] != fingerprint_of_one_process(s)] == []
+
+
+@pytest.mark.parametrize("storage", ["compact", "float16/stochastic"])
+def test_columns_split_over_ranks_in_whole_blocks(storage: str, results: Results) -> None:
+    """Of 256, 256, 256 and 254 columns."""
+    alone = stored_by_columns(storage, 1022)
+    for result in results:
+        assert all(map(torch.equal, result["columns", storage], alone))
 
 
 def test_zero_redundancy(results: Results) -> None:

@@ -200,17 +200,6 @@ def resumed(recipe: str) -> dict[str, str]:
     return moved(recipe, move)
 
 
-def through_dcp(recipe: str) -> dict[str, str]:
-    """Save and load with torch.distributed.checkpoint, in one process."""
-
-    def move(training: Training) -> Training:
-        with tempfile.TemporaryDirectory() as folder:
-            save_dcp(training, Path(folder), no_dist=True)
-            return load_dcp(different_training(recipe), Path(folder), no_dist=True)
-
-    return moved(recipe, move)
-
-
 def save_dcp(training: Training, folder: Path, **options: Any) -> None:
     """Save a checkpoint."""
     dcp.save(dcp_state(training), checkpoint_id=folder, **options)
@@ -275,6 +264,6 @@ def checkpointed(recipe: str) -> dict[str, str]:
 ALONE = {
     way.__name__: way
     for way in (
-        compiled, resumed, through_dcp, recorded, checked, checkpointed,
+        compiled, resumed, recorded, checked, checkpointed,
     )
 }  # fmt: skip

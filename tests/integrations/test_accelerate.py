@@ -15,14 +15,10 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from integrations.bfloat16_loop import LR, STEPS, llama, sequences, trained
 from narrowgauge.integrations.accelerate import pass_states_on
 from ranks import run_ranks
 
 pytestmark = pytest.mark.frameworks
-
-RECIPE = "bfloat16/word"
-BATCHES = sequences(4 * STEPS).split(4)
 
 
 @pytest.fixture(autouse=True)
@@ -40,38 +36,6 @@ def forget() -> None:
     GradientState._reset_state()
     PartialState._reset_state()
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-
-
-def prepared() -> tuple[Any, Any, Any]:
-    """A fresh accelerator, and a model and an optimizer that it prepared."""
-    forget()
-    accelerator = accelerate.Accelerator(cpu=True)
-    pair = ng.prepare(llama(dtype=torch.float32), RECIPE, lr=LR)
-    return accelerator, *accelerator.prepare(*pair)
-
-
-def train(accelerator: Any, model: Any, optimizer: Any, batches: Any = BATCHES) -> list[float]:
-    losses = []
-    for tokens in batches:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_loop_that_goes_on_has_the_bits_of_a_loop_of_ones_own(tmp_path: Path) -> None:
-    first = prepared()
-    losses = train(*first, BATCHES[:3])
-    first[0].save_state(tmp_path)
-    accelerator, model, optimizer = prepared()
-    accelerator.load_state(tmp_path)
-    losses += train(accelerator, model, optimizer, BATCHES[3:])
-    own_model, own_optimizer = ng.prepare(llama(dtype=torch.float32), RECIPE, lr=LR)
-    assert losses == trained(own_model, own_optimizer, BATCHES) and losses[-1] < losses[0]
-    for mine, theirs in zip(own_model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(own_optimizer.stored(mine), optimizer.optimizer.stored(theirs))
 
 
 def of_two(

@@ -94,8 +94,7 @@ def test_a_row_has_a_loss_where_the_log_has_an_entry_and_as_it_is(tmp_path: Path
     trainer = trainer_of(tmp_path, {"max_grad_norm": 1.0}, callbacks=callbacks, **options)
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(math.nan)
-    with pytest.warns(UserWarning, match="clipped twice"):
-        trainer.train()
+    trainer.train()
     steps = ng.read_run(tmp_path / "narrowgauge").steps
     assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
     assert [row["step"] for row in steps if "loss" in row] == [4]

@@ -240,8 +240,8 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(fresh_compiler: 
     """The casts fuse with the products around the layer, whose results are rounded first all the
     same.
     """
-    eager, _ = make_layer("int8-row")
-    layer, _ = make_layer("int8-row")
+    eager, _ = make_layer("float8-tensor")
+    layer, _ = make_layer("float8-tensor")
     call = torch.compile(
         lambda x: layer(x * 1.3) * 0.7,
         fullgraph=True,

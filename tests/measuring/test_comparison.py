@@ -14,7 +14,6 @@ import pytest
 from measuring.made_runs import COLUMNS, MASTER, make_run, seeds
 from narrowgauge.measuring.comparison import FIT, Comparison, compare_runs
 from narrowgauge.measuring.intervals import interval
-from narrowgauge.measuring.labels import run_labels
 from narrowgauge.runs.record import Run
 
 EQUAL = (4.0, 4.1, 4.2)
@@ -166,10 +165,3 @@ def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str) -> None:
 )
 def test_the_baseline_is_the_wider_compute_then_the_first(groups: Any, chosen: str) -> None:
     assert compared(*groups).baseline == chosen
-
-
-def test_folders_tell_runs_of_one_seed_apart() -> None:
-    runs = [make_run("bfloat16/word", seed, 4.0) for seed in (0, 1)]
-    assert run_labels(runs) == ["bfloat16/word"] * 2
-    runs.append(make_run("bfloat16/word", 0, 4.0))
-    assert run_labels(runs)[2] == "bfloat16/word (bfloat16-word-seed0)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,19 @@ def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
     assert ["loss" in row for row in run.steps] == [False, False, True, False]
     assert {event.get("severity") for event in run.events} == {"note"}
     assert run.summary is not None and run.summary["weights_fingerprint"]
+
+
+@pytest.mark.parametrize("has_block", [True, False])
+def test_a_loop_that_gives_up_is_not_finished(has_block: bool, tmp_path: Path) -> None:
+    """Neither in a block, which closes the record, nor without one, where nothing happens at exit."""
+    model, optimizer = small()
+    recorder = ng.RunRecorder(tmp_path / "run", model, optimizer, settings={"steps": 3})
+    with pytest.raises(SystemExit), recorder if has_block else nullcontext():
+        train(model, optimizer, recorder, range(2))
+        sys.exit(1)
+    run = ng.read_run(tmp_path / "run")
+    assert run.summary is None and not ng.diagnose(run).is_finished
+    assert ("stop" in [event["what"] for event in run.events]) is has_block
 
 
 # ── the door ──────────────────────────────────────────────────────────────────────────────────────

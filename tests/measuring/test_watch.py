@@ -397,16 +397,19 @@ def apart(rank: int, fault: str) -> list[tuple[int, str, str]]:
         if fault == "written" and rank == 1 and loop.number == 2:
             inner[4].weight.data.add_(1.0)
 
-    loop = Loop(prepare, after).run(4)
+    loop = Loop(prepare, after)
+    if fault == "broken" and rank == 1:
+        loop.watcher.meter._take_outputs = lambda: int("no ink")
+    loop.run(4)
     return [(r.step, r.what, r.tensor) for r in loop.readings if r.what.startswith("ranks")]
 
 
 def all_apart(rank: int) -> list[list[tuple[int, str, str]]]:
-    return [apart(rank, fault) for fault in ("", "unsummed", "written")]
+    return [apart(rank, fault) for fault in ("", "unsummed", "written", "broken")]
 
 
 def test_gradients_that_were_not_summed_and_weights_that_part_are_told(tmp_path: Path) -> None:
-    healthy, unsummed, written = run_ranks(all_apart, 2, tmp_path / "ranks")[0]
-    assert healthy == []
+    healthy, unsummed, written, broken = run_ranks(all_apart, 2, tmp_path / "ranks")[0]
+    assert healthy == broken == []
     assert unsummed[0][:2] == (1, "ranks-apart")
     assert written[0][:2] == (3, "ranks-apart")

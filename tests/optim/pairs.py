@@ -71,7 +71,7 @@ RULES = {
 def is_legal(rule: str, storage: str) -> bool:
     row = STORAGES[storage]
     if RULES[rule].matrix:
-        # Before the step a matrix rule knows no scale by row of Muon's momentum beside the weight.
+        # Before the step a matrix rule knows no scale by block of Muon's momentum beside the weight.
         is_refused = rule == "muon" and row.exp_avg.scaled
         return row.arithmetic == "float32" and not is_refused
     return rule == "adamw" or row.arithmetic != "expansion"

@@ -106,6 +106,26 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
 
+@pytest.mark.parametrize("storage", [name for name in STORAGES if STORAGES[name].scaled])
+def test_a_glitch_costs_at_most_its_block(storage: str) -> None:
+    """In other blocks of 256, of its row too, each bit is that of a run without it."""
+    row = STORAGES[storage]
+    stored = []
+    for glitch in (1.0, 1e10 if row.visible != "float16" else 6e4):
+        weight = torch.nn.Parameter(torch.ones(2, 600, dtype=getattr(torch, row.visible)))
+        optimizer = ng.AdamW([weight], lr=1e-2, storage=storage, low_bits="zero", compile=False)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            weight.grad = torch.randn(2, 600, generator=generator).to(weight.dtype)
+            if step == 1:
+                weight.grad[0, 300] = glitch
+            optimizer.step()
+        stored.append([optimizer.stored(weight, name) for name in ("weight", *dict(row.states))])
+    for plain, hit in zip(*stored, strict=True):
+        is_changed = plain != hit
+        assert is_changed[0, 300] and is_changed.sum() == is_changed[0, 256:512].sum()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "muon", "galore"])
 def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:

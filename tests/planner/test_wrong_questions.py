@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import read_program
-from narrowgauge.spec.chips import Chip, read_chip
 
 TOKENS = torch.zeros(8, 32, dtype=torch.int64)
 
@@ -50,37 +47,3 @@ def test_values_that_no_question_has_are_refused(name: str) -> None:
 def test_a_program_is_read_with_its_fields() -> None:
     program = read_program("torchtitan, loss=chunked, release=true")
     assert (program.gathers_bfloat16, program.loss, program.release) == (True, "chunked", True)
-
-
-# ── chips of files ────────────────────────────────────────────────────────────────────────────────
-
-LIKE = "like = 'H100-SXM'\n"
-NUMBER_FIELDS = [
-    row.name for row in dataclasses.fields(Chip) if str(row.type).startswith(("int", "float"))
-]
-
-
-def chip_file(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "mine.toml"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("field", NUMBER_FIELDS)
-def test_a_chip_has_numbers_above_0(field: str, tmp_path: Path) -> None:
-    for value in ("nan", "inf", "-1", "true", "'80'", "[80]"):
-        assert field in refused(chip=chip_file(tmp_path, f"{LIKE}{field} = {value}\n"))
-    assert getattr(read_chip(chip_file(tmp_path, f"{LIKE}{field} = 50\n")), field) == 50
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "memory_gb = 94",
-        f"{LIKE}memry_gb = 94",
-        f"{LIKE}peak_tflops = 989",
-        f"{LIKE}[peak_tflops]\nbfloat16 = -989",
-    ],
-)
-def test_a_chip_file_says_what_a_chip_is(text: str, tmp_path: Path) -> None:
-    assert "mine.toml" in refused(chip=chip_file(tmp_path, text))

@@ -18,7 +18,7 @@ MakeRun = Callable[..., Run]
 
 
 def drawn(runs: list[Run], baseline: str | None = None) -> dict[str, list[dict]]:
-    return {curve.title: curve.figure["data"] for curve in curves_of(page_runs(runs), baseline)}
+    return {title: figure["data"] for title, _, figure in curves_of(page_runs(runs), baseline)}
 
 
 def test_a_figure_without_a_second_point_is_not_drawn(make_run: MakeRun) -> None:

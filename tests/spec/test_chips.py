@@ -30,6 +30,8 @@ def test_the_table_is_whole() -> None:
         assert chip.peak_tflops and chip.peak_tflops.keys() <= FORMATS.keys()
         assert 8 <= chip.memory_gb <= 512 and 100 <= chip.bandwidth_gb_per_second <= 20_000
         json.dumps(dataclasses.asdict(chip))
+        rates = chip.peer_gb_per_second, chip.host_gb_per_second, *chip.peak_tflops.values()
+        assert all(rate is None or 0 < rate < 1e5 for rate in rates), name
 
 
 def test_memory_is_what_drivers_report() -> None:

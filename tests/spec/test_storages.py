@@ -19,7 +19,7 @@ def test_every_row_has_its_figures() -> None:
         figures[n] = (row.bytes_per_param, 4 * len(row.scaled), row.tail_bits, row.beside)
     expected = {}
     for n, row in expectations.STORAGES.items():
-        expected[n] = (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside)
+        expected[n] = (row.bytes_per_param, row.block_bytes, row.tail_bits, row.beside)
     assert figures == expected, "tests/expectations.py states each storage a second time"
 
 

@@ -6,9 +6,7 @@ Every text is the same on all machines: chips are named, and runs are made up.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,15 @@ from measuring.records import AT, healthy_run
 from narrowgauge.cli.main import main
 from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.measuring.reading import Reading
-from narrowgauge.report.page import render
 from narrowgauge.runs.record import Run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
 WORD = "--recipe bfloat16/word --chip H100-SXM"
 
 COMMANDS = {
-    "show-formats": "show formats",
-    "show-storages": "show storages",
     "show-recipe-word": "show recipe float8-row/word",
-    "show-recipe-nvfp4": "show recipe nvfp4",
-    "plan-state": "show storages --params 10e9",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
-    "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
-    "--recipe bfloat16/master,bfloat16/word",
 }
 
 
@@ -83,21 +74,11 @@ def spiked_run() -> Run:
     return run
 
 
-def text_of_page(page: str) -> str:
-    """Return the words of a page, a line for each element that holds some; scripts, styles and
-    figures are left out.
-    """
-    page = re.sub(r"(?s)<(script|style|svg|head)\b.*?</\1>", "", page)
-    lines = (" ".join(unescape(part).split()) for part in re.split(r"<[^>]*>", page))
-    return "\n".join(filter(None, lines)) + "\n"
-
-
 TEXTS: dict[str, Callable[[], str]] = {
     **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},  # type: ignore[misc]
     "compare": lambda: verdict(compared()),
     "diagnose-spike": lambda: f"{ng.diagnose(spiked_run())}\n",
     "diagnose-two-runs": lambda: f"{ng.diagnose(healthy_run(), spiked_run())}\n",
-    "report": lambda: text_of_page(render(compare_runs(compared()), compared(), "")),
 }
 
 

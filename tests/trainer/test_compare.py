@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
@@ -124,9 +124,3 @@ def test_a_run_that_diverges_is_a_result(base: dict[str, Any], tmp_path: Path) -
     assert done(base, tmp_path, lr=1e38).count("validation loss nan") == 2
     rows = json.loads((tmp_path / "compare.json").read_text())
     assert [row["diverged"] for row in rows] == [True, True]
-
-
-def test_an_error_before_the_first_run_leaves_nothing(base: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="64 positions"):
-        done(base, tmp_path / "deep" / "out", sequence_length=65)
-    assert not any(tmp_path.iterdir())

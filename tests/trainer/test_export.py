@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.export import export
-from trainer.tiny_runs import refused, trained
+from trainer.tiny_runs import trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,14 +39,3 @@ def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
         table = json.loads((out / f"{name}.json").read_text())
         assert (table["eos_token_id"], table["use_cache"]) == (tokenizer.eos_token_id, True)
     trained(place, tmp_path / "run", model=str(out), steps=1)
-
-
-def test_a_full_disk_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("narrowgauge.trainer.export.load_tokenizer", full)
-    line = refused("export", str(run), str(tmp_path / "out"), status=1)
-    assert "the disk is full" in line and not any(tmp_path.iterdir())

@@ -181,9 +181,9 @@ def show_step(storage: str, rule: str) -> None:
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
 @click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
-@flags.json_object
-def show_arithmetic(cuda: bool, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
+def show_arithmetic(cuda: bool) -> None:
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers, as
+    JSON.
 
     On two machines, versions or numbers of threads (OMP_NUM_THREADS), compare the outputs with diff;
     of two runs, narrowgauge diagnose RUN OTHER compares it.
@@ -197,13 +197,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
             "Cannot measure a GPU because PyTorch sees none here.",
             "Leave --cuda out to measure this CPU.",
         )
-    table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
-    if as_json:
-        return tables.write_json(table)
-    for part in table.values():
-        for name, text in part.items():
-            click.echo(f"{name}: {text}")
-    return None
+    tables.write_json(measure_arithmetic(torch.device("cuda" if cuda else "cpu")))
 
 
 @main.command("tokenize", short_help="Make tokens from text, for train and compare.")

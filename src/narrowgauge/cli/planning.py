@@ -54,7 +54,7 @@ def plan_group(context: click.Context) -> None:
 )  # fmt: skip
 @click.option(
     "--model", metavar="TEXT", required=True,
-    help="A preset, a Hugging Face config.json, or org/name in the hub's cache.",
+    help="A preset, a Hugging Face config.json, or its folder.",
 )  # fmt: skip
 @click.option(
     "--recipe", "--recipes", "recipes", metavar="A,B,…", help="[default: master and our own]"
@@ -62,7 +62,7 @@ def plan_group(context: click.Context) -> None:
 @click.option(
     "--chip",
     metavar="A,B,…",
-    help="Chips (narrowgauge show chips), or .toml files: like = 'H100-SXM'.",
+    help="Chips (narrowgauge show chips).",
 )
 @click.option("--chips", metavar="N,M,…", type=_COUNTS, help="Numbers of chips.  [default: 1]")
 @click.option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,18 +32,9 @@ class RecordedCallback:
         self._undo = ExitStack()
 
     def _open(self, home: Any, model: nn.Module, optimizer: Any, step: int, **options: Any) -> None:
-        """Record a training from ``step`` on. End the record of one that was interrupted.
-
-        Warn if the ``max_grad_norm`` of the options and the optimizer's both clip.
-        """
+        """Record a training from ``step`` on. End the record of one that was interrupted."""
         self._close(finished=False)
         self.tokens = 0
-        if options["max_grad_norm"] and getattr(optimizer, "max_grad_norm", None):
-            warnings.warn(
-                "Gradients are clipped twice: by the Trainer and by the optimizer. Leave the "
-                "Trainer's limit out.",
-                stacklevel=3,
-            )
         goes_on = step > 0
         folder = folder_for(self.folder or Path(str(home), "narrowgauge"), goes_on=goes_on)
         self.recorder = RunRecorder(

@@ -7,11 +7,9 @@ sharded and initialized, and torchtitan builds its optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.override import derive
@@ -110,9 +108,8 @@ class NarrowgaugeOptimizers(OptimizersContainer):
         super().__init__(config, model_parts=model_parts)
 
     @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-        factory: Callable[..., torch.optim.Optimizer] = getattr(optimizers, name)
-        return factory
+    def _resolve_optimizer_factory(name: str) -> Any:
+        return getattr(optimizers, name)
 
     @staticmethod
     def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
@@ -131,34 +128,16 @@ class NarrowgaugeOptimizers(OptimizersContainer):
             optimizer.load_state_dict(saved)
 
 
-def narrowgauge_adamw(
-    lr: float = 8e-4,
-    *,
-    storage: str = "word",
-    max_grad_norm: float | None = None,
-    seed: int = 0,
-    audit_every: int = 10,
-    **settings: Any,
-) -> NarrowgaugeOptimizers.Config:
+def narrowgauge_adamw(lr: float = 8e-4, **options: Any) -> NarrowgaugeOptimizers.Config:
     """Return the value of ``config.optimizer``, as torchtitan's ``default_adamw`` does, for weights
     in the storage's format.
 
     Args:
         lr: the peak learning rate; torchtitan's scheduler multiplies it.
-        storage, seed, audit_every: of :class:`narrowgauge.AdamW`.
-        max_grad_norm: clip here, in float32; then set ``training.max_norm`` to ``inf``. ``None``
-            leaves clipping to torchtitan.
-        settings: ``betas``, ``eps`` and ``weight_decay``.
+        options: of :class:`narrowgauge.AdamW`. With ``max_grad_norm``, which clips in float32, set
+            ``training.max_norm`` to ``inf``.
     """
-    options = {
-        "storage": storage,
-        "max_grad_norm": max_grad_norm,
-        "seed": seed,
-        "audit_every": audit_every,
-    }
-    group = ParamGroupConfig(
-        pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": lr, **settings}
-    )
+    group = ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": lr})
     return NarrowgaugeOptimizers.Config(
         param_groups=[group], optimizer_factory_kwargs_by_name={"AdamW": options}
     )

@@ -102,6 +102,13 @@ def output(
     return y, Operand(x)
 
 
+def layer_output(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Operand]:
+    """Return :func:`output` of a weight that has no cast yet."""
+    return output(x, call.cast(weight, "output.right"), weight.shape[0], bias, call)
+
+
 def gradients(
     grad: Tensor, saved: Operand, weight: Tensor, call: Call, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -181,7 +188,7 @@ class LayerProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Any:
         if is_traced():
             TRACED.add(call.name)
-        y, saved = output(x, call.cast(weight, "output.right"), weight.shape[0], bias, call)
+        y, saved = layer_output(x, weight, bias, call)
         key = call.key
         if key is not None:  # DDP writes buffers before each pass
             key = key.clone()

@@ -121,7 +121,7 @@ class Beside(TorchDispatchMode):
         return operation.result
 
     def __enter__(self) -> Self:
-        for name in ("output", "gradients"):
+        for name in ("layer_output", "gradients"):
             run = getattr(layer_matmuls, name)
             self._undo.callback(setattr, layer_matmuls, name, run)
             setattr(layer_matmuls, name, partial(self._layer, run))

@@ -24,7 +24,6 @@ from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import (
     Backward,
-    Findings,
     Gradients,
     Loss,
     Pass,
@@ -38,13 +37,16 @@ from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, words_of
 from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings, spread
 from narrowgauge.measuring.slope import compare_slope
-from narrowgauge.measuring.stored import stored_readings
+from narrowgauge.measuring.stored import add_stored
 from narrowgauge.measuring.structure import compare_ranks, compare_structure, unlike
 from narrowgauge.measuring.units import UNITS
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
+
+PLACES = 3
+"""Lines of places that round most, at most."""
 
 
 def check(
@@ -96,35 +98,34 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    findings = Findings([*set_up_readings(set_up)])
+    result = Readings(set_up_readings(set_up))
     if not set_up.outside.keys().isdisjoint(set_up.parameters):
         words = "the loop copies them after the step; ng.watch sees it"
-        findings.unseen["whether weights follow their masters"] = words
+        result.unseen["whether weights follow their masters"] = words
     gradients: Gradients = {}
     looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
     if loss is not None:
-        gradients = _compare(set_up, batch, loss, backward, findings)
-        findings = all_ranks().gather(findings)[0]  # every rank returns the same
+        gradients = _compare(set_up, batch, loss, backward, result)
+        result = all_ranks().gather(result)[0]  # every rank returns the same
     if gradients:
         looked_at += f"; gradients of {counted(len(gradients), 'tensor')}"
-    table: list[str] = []
-    findings.readings += stored_readings(set_up, gradients, table, findings.unseen)
-    return Readings(findings.readings, [*table, *findings.lines], looked_at, findings.unseen)
+    add_stored(set_up, gradients, result)
+    return Readings(result.readings, result.lines, looked_at, result.unseen)
 
 
 def _compare(
-    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, findings: Findings
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, result: Readings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
     leaves = set_up.outside | trained_leaves(set_up.model)  # masters have their weights' names
     for p in leaves.values():
         if is_sharded(p) or isinstance(getattr(p, "main_grad", None), Tensor):
             words = "not followed through shards and main_grad; check before they are made"
-            findings.unseen["the gradient"] = words
+            result.unseen["the gradient"] = words
             return {}
     apart = unlike({name: fingerprint(spread(p)) for name, p in leaves.items()})
     if apart:
-        findings.unseen["the gradient"] = f"ranks hold unlike weights, such as {apart[0]}"
+        result.unseen["the gradient"] = f"ranks hold unlike weights, such as {apart[0]}"
         return {}
     parts = micro_batches(set_up.model, batch, loss)
     passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
@@ -133,33 +134,33 @@ def _compare(
     if first.changed:
         # A loop may step by hooks, with one pass a step.
         if len(parts) == 1 and all(has_own_hooks(leaves[name]) for name in first.changed):
-            findings.unseen["the gradient"] = "hooks step weights within the backward pass"
+            result.unseen["the gradient"] = "hooks step weights within the backward pass"
         else:
-            findings.add("step-order", first.changed, len(first.changed))
+            result.add("step-order", first.changed, len(first.changed))
         return {}
-    add_nonfinite(first, finite, findings)
+    add_nonfinite(first, finite, result)
     ranks = all_ranks()
-    number = int(ranks.size == 1)  # ranks would take turns of their own
-    add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, findings)
+    number = PLACES if ranks.size == 1 else 0  # ranks would take turns of their own
+    add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, result)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
-    compare_ranks(passes, first, findings)
+    compare_ranks(passes, first, result)
     try:
-        plain = compare_structure(passes, all_parts, first, findings)
-        _add_loss(plain, findings)
-        compare_slope(passes, all_parts, findings)
+        plain = compare_structure(passes, all_parts, first, result)
+        _add_loss(plain, result)
+        compare_slope(passes, all_parts, result)
     except NarrowgaugeError:
         raise
     except Exception as error:  # whatever the loss raises of an unwrapped model
-        findings.unseen["the gradient"] = words_of(error)
+        result.unseen["the gradient"] = words_of(error)
     return first.gradients
 
 
-def _add_loss(plain: Pass | None, findings: Findings) -> None:
+def _add_loss(plain: Pass | None, result: Readings) -> None:
     """Tell a loss that a 16-bit format rounds, and print its distance: the forward number."""
     if plain is None or not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
         return
     value = float(plain.loss.detach())
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
-    findings.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
+    result.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
     if plain.loss.dtype in UNITS and off > KINDS["loss-rounding"].bound:
-        findings.add("loss-rounding", "the loss", off)
+        result.add("loss-rounding", "the loss", off)

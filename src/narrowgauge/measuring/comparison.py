@@ -73,19 +73,12 @@ class Comparison:
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
         columns: dict[str, str | Callable[[Row], str]] = {"recipe": "recipe"}
-        for name in _OVER_SEEDS:
-            columns[SUMMARY[name].label] = SUMMARY[name].cell
-        columns |= {
-            f"minus {self.baseline}": shown_difference,
-            "seeds": "num_seeds",
-            "verdict": "verdict",
-        }
-        rows = list(self.rows)
-        shown = {}
-        for title, cells in Table(rows, columns).columns().items():
-            if not {*cells} <= {"", "–"}:  # a column in which no run has a value says nothing
-                shown[title] = columns[title]
-        return Table(rows, shown)
+        for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
+            if any(row[name] is not None for row in self.rows):
+                columns[SUMMARY[name].label] = SUMMARY[name].cell
+        columns[f"minus {self.baseline}"] = shown_difference
+        columns |= {"seeds": "num_seeds", "verdict": "verdict"}
+        return Table(list(self.rows), columns)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""

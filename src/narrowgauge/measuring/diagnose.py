@@ -48,7 +48,6 @@ class Diagnosis(Readings):
         areas: areas that the record shows.
         is_finished: somebody said so, or the last planned step is written; true for a log of another
             program.
-        notes: unreadable parts of the record, a sentence each.
         verdict: the result in one sentence.
     """
 
@@ -60,20 +59,19 @@ class Diagnosis(Readings):
                 unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
         super().__init__(readings_of(run), unseen=unseen | OUTSIDE)
         self.name = run.path.name or run.path.resolve().name
-        self.notes = list(run.notes)
         self.is_finished = is_finished(run)
-        self.verdict = self._verdict(counted(len(run.steps), "row"))
-        self.lines = [f"{self.name}: {self.verdict}"]
-
-    def _verdict(self, rows: str) -> str:
-        end = "" if self.is_finished else " The run is not finished."
+        rows = counted(len(run.steps), "row")
         if self.readings:
             number = counted(len(self), "reading")
-            since = self.readings[0].step
-            return f"{number} beyond the bound, the first at step {since}.{end}"
-        if not self.areas:
-            return f"Nothing was looked at: {rows} without a value that is read.{end}"
-        return f"Nothing found: {rows} watched; looked at {', '.join(self.areas)}.{end}"
+            self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
+        elif self.areas:
+            self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(self.areas)}."
+        else:
+            self.verdict = f"Nothing was looked at: {rows} without a value that is read."
+        if not self.is_finished:
+            self.verdict += " The run is not finished."
+        self.lines = [f"{self.name}: {self.verdict}"]
+        self.lines += [f"Not recorded: {note}." for note in run.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""
@@ -82,11 +80,7 @@ class Diagnosis(Readings):
             "verdict": self.verdict,
             "is_finished": self.is_finished,
             "looked_at": self.areas,
-            "notes": self.notes,
         }
-
-    def __str__(self) -> str:
-        return "\n".join([super().__str__(), *(f"Not recorded: {note}." for note in self.notes)])
 
 
 def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Diagnosis | TwoRuns:
@@ -155,9 +149,7 @@ def readings_of(run: Run) -> list[Reading]:
         for reading in last:
             if KINDS[reading.what].over == "step":
                 readings.setdefault((reading.what, ""), reading)
-    for reading in last:
-        if KINDS[reading.what].over != "step":
-            readings[reading.what, ""] = reading
+    readings |= {(r.what, ""): r for r in last if KINDS[r.what].over != "step"}
     for row in run.events:
         kind = KINDS.get(row["what"])
         if kind is None or kind.by.startswith(_OF_ROWS) or (kind.name, "") in readings:

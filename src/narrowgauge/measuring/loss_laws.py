@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.step import Law, Step, Tell
+from narrowgauge.measuring.step import Law, Tell
 
 
 def skipped(tell: Tell) -> Law:
@@ -58,18 +57,8 @@ def loss_scale(tell: Tell) -> Law:
             last = step.loss_scale
 
 
-def loss_spikes(tell: Tell) -> Law:
-    """Read losses far above those before."""
-    return _spikes(tell, "loss-spike", lambda step: step.loss)
-
-
-def gradient_spikes(tell: Tell) -> Law:
-    """Read norms of gradients far above those before; norms vary by factors."""
-    return _spikes(tell, "gradient-spike", lambda step: step.grad_norm)
-
-
-def _spikes(tell: Tell, kind: str, value_of: Callable[[Step], float | None]) -> Law:
-    """Read values far above the median of the last 30 steps: norms by their logarithm.
+def spikes(tell: Tell, kind: str, name: str) -> Law:
+    """Read losses or norms far above the median of the last 30 steps: norms by their logarithm.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
     a loss. A spike does not enter the statistics; after 50 in a row they are the new level.
@@ -79,7 +68,7 @@ def _spikes(tell: Tell, kind: str, value_of: Callable[[Step], float | None]) -> 
     beyond: list[float] = []
     while True:
         step = yield
-        shown = value_of(step)
+        shown = getattr(step, name)
         if shown is None or not math.isfinite(shown) or (is_norm and shown <= 0):
             continue
         value = math.log(shown) if is_norm else shown

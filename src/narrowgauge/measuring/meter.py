@@ -29,7 +29,6 @@ from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 from narrowgauge.torch_support.torch_names import plain_name
 
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-_NONE: dict[str, float] = {}
 
 
 class Meter(Listener):
@@ -70,8 +69,10 @@ class Meter(Listener):
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
         if hub.here.size > 1:
-            self._ranks = RankSums(hub.here, self.names)
-            if self._is_whole and not self._ranks.whole:
+            ranks = RankSums(hub.here, self.names)
+            if ranks.whole:
+                self._ranks = ranks
+            elif self._is_whole:
                 self.unseen["weights of ranks"] = "ranks hold other tensors"
         self._follow_probe()
         hub.listeners.append(self)
@@ -242,7 +243,7 @@ class Meter(Listener):
         self._guard(self._after, optimizer)
         self._stepped.add(optimizer)
         if optimizer is self.hub.optimizers[-1]:
-            if self._ranks is not None and self._ranks.whole:
+            if self._ranks is not None:
                 self._guard(self._ranks.take_weights)
                 for what, flags in self._ranks.compare(self._is_broken, self.number).items():
                     self._numbers.set(what, self._ranks.whole, flags)
@@ -286,32 +287,31 @@ class Meter(Listener):
         self._listen(self.last)
 
     def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
-        norms = read.get("norm", _NONE)
-        control = read.get("control", _NONE)
-        sizes = read.get("size", _NONE)
-        stored = dict.fromkeys(_true(read.get("behind", _NONE)), 0.0)
-        for name, meant in read.get("meant", _NONE).items():
+        norms = read["norm"]
+        control = read["control"]
+        sizes = read["size"]
+        stored = dict.fromkeys(_true(read["behind"]), 0.0)
+        for name, meant in read["meant"].items():
             if 0 < meant < math.inf:
                 stored.setdefault(name, shortened(read["stored"][name] / meant))
-        largest_in = max(sizes, key=sizes.__getitem__, default="")
-        with_gradient = {*_true(norms)}
         row: Row = {
             "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
             "bad": _not_finite(norms),
-            "bad_output": "".join(_not_finite(read.get("output", _NONE))[:1]),
+            "bad_output": "".join(_not_finite(read["output"])[:1]),
             "stored": stored,
-            "largest": None if not sizes else shortened(sizes[largest_in]),
-            "largest_in": largest_in,
-            "apart": _true(read.get("apart", _NONE)),
-            "unsummed": _true(read.get("unsummed", _NONE)),
+            "apart": _true(read["apart"]),
+            "unsummed": _true(read["unsummed"]),
+            "kept": read["kept"].get(""),
         }
+        if sizes:
+            row["largest_in"] = max(sizes, key=sizes.__getitem__)
+            row["largest"] = shortened(sizes[row["largest_in"]])
+        with_gradient = {*_true(norms)}
         if with_gradient:
             row["zero"] = sorted((self._missing | {*norms}) - with_gradient)
         if self._is_whole:
             row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
-        if "kept" in read:
-            row["kept"] = bool(read["kept"][""])
         return row
 
     def _largest_rate(self) -> float:

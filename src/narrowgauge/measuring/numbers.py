@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -23,19 +24,19 @@ class Numbers:
 
     def send(self) -> None:
         """Start the copy to the host."""
-        vectors = [values for *_, values in self._parts]
-        if vectors:
-            device = max((x.device for x in vectors), key=lambda device: device.type != "cpu")
-            self._copy = HostCopy(torch.cat([x.to(device, non_blocking=True) for x in vectors]))
+        if self._parts:
+            device = self._parts[0][-1].device
+            vectors = [values.to(device, non_blocking=True) for *_, values in self._parts]
+            self._copy = HostCopy(torch.cat(vectors))
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return the numbers by what they are and their name. Wait for the copy alone."""
-        read: dict[str, dict[str, float]] = {}
+        read: dict[str, dict[str, float]] = defaultdict(dict)
         if self._copy is not None:
             values = iter(self._copy.cpu().tolist())
             for what, names, _ in self._parts:
                 # Names first: zip stops there, and takes no value too many.
-                read.setdefault(what, {}).update(zip(names, values, strict=False))
+                read[what].update(zip(names, values, strict=False))
         return read
 
 

@@ -74,10 +74,6 @@ class Recording:
             leaves[k] = x.to(leaves[k].dtype, copy=True)
         return tree_unflatten(leaves, spec)
 
-    def shapes(self) -> dict[str, list[torch.Size]]:
-        """Return the shapes at each place."""
-        return {place: [x.shape for x in tensors] for place, tensors in self.outputs.items()}
-
     def unit(self) -> float:
         """Return the unit roundoff of the coarsest output."""
         return max(map(unit_at, self.outputs.values()), default=FINEST)
@@ -86,6 +82,11 @@ class Recording:
 def unit_at(tensors: list[Tensor]) -> float:
     """Return the unit roundoff of the coarsest of some tensors."""
     return max(unit_of(x.dtype) for x in tensors)
+
+
+def are_alike(first: list[Tensor] | None, second: list[Tensor] | None) -> bool:
+    """Return whether a place of two passes has tensors of the same shapes."""
+    return [x.shape for x in first or []] == [x.shape for x in second or []]
 
 
 def distance(first: list[Tensor], second: list[Tensor]) -> float:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients
 from narrowgauge.optim.optimizer import Optimizer
@@ -51,19 +50,6 @@ class Pass(NamedTuple):
     wide: Wide
     draws: bool
     changed: list[str]
-
-
-@dataclass
-class Findings:
-    """What a check has found so far: readings, printed lines, and what was not looked at."""
-
-    readings: list[Reading] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    unseen: dict[str, str] = field(default_factory=dict)
-
-    def add(self, what: str, tensors: Any, value: float, *limits: float) -> None:
-        """Add a reading, with its expected value, 0 if left out, and its bound."""
-        self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
 
 
 class Alone:

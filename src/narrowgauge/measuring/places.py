@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
-
-from torch import nn
 
 from narrowgauge.measuring.beside import SUM, is_finite, tensors_in
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, trained_leaves
+from narrowgauge.measuring.passes import Gradients, Pass
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings
-from narrowgauge.measuring.units import FINEST, format_of
+from narrowgauge.measuring.units import FINEST
 
 OF_FLOAT32 = 2.0**10
 """Bound in roundings of float32, where products are float32: half of its digits."""
@@ -46,7 +43,7 @@ Repeat = Callable[[Collection[str]], Pass]
 """Run a step again, with sites whose shadows are rounded."""
 
 
-def add_roundings(first: Pass, repeat: Repeat, number: int, findings: Findings) -> None:
+def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) -> None:
     """Tell what is unusual in the roundings of a gradient.
 
     Args:
@@ -61,19 +58,19 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, findings: Findings) 
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
         through = ", ".join(wide.cuts) or "shards"
-        findings.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
-    _add_casts(wide, findings)
+        result.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
+    _add_casts(wide, result)
     if not errors:
-        findings.lines.append("gradients: none is seen, or none is followed")
+        result.lines.append("gradients: none is seen, or none is followed")
         return
     lengths = {name: float(first.shadows[name].norm()) for name in errors}
     error = math.hypot(*errors.values())
     length = math.hypot(*lengths.values()) or 1.0
-    unit = wide.working * length
+    unit = wide.coarsest[0] * length
     worst = max(errors, key=errors.__getitem__)
-    findings.lines.append(
+    result.lines.append(
         f"gradients of {len(errors)} tensors: {error / length:.2g} of their length from float64's, "
-        f"{error / unit:.3g} roundings of {format_of(wide.working)}; most in {worst}"
+        f"{error / unit:.3g} roundings of {wide.coarsest[1]}; most in {worst}"
     )
 
     def alone(sites: Collection[str]) -> float:
@@ -82,25 +79,25 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, findings: Findings) 
         return math.inf if math.isnan(reached) else reached
 
     bound = KINDS["rounding"].bound
-    if wide.working == FINEST:
+    if wide.coarsest[0] == FINEST:
         bound = OF_FLOAT32
     elif wide.flips:
         bound *= FLIPPED
     for site, share in _ranked(wide, error, unit, number, alone):
         names = ", ".join(sorted(wide.rounds[site]))
-        findings.lines.append(f"  {share:.2f} of it from {names} in {site}")
-        is_usual = wide.working == FINEST or wide.flips or site in wide.layers
-        if share >= THE_ONE and not is_usual:
+        result.lines.append(f"  {share:.2f} of it from {names} in {site}")
+        is_usual = wide.flips or site in wide.layers
+        if share >= THE_ONE and not is_usual and bound < OF_FLOAT32:
             bound = OF_SUMS
     if error > bound * unit:
-        findings.add("rounding", worst, error / unit, 0.0, bound)
+        result.add("rounding", worst, error / unit, 0.0, bound)
         return
     for name, size in errors.items():
         norm = float(first.gradients[name].double().norm())
         is_alone = size > MOST * norm > 0 and lengths[name] < (1 - MOST) * norm
         if is_alone and first.gradients[name].ndim > 1:
-            roundings = size / (wide.working * lengths[name] or 1.0)
-            findings.add("rounding", name, roundings)
+            roundings = size / (wide.coarsest[0] * lengths[name] or 1.0)
+            result.add("rounding", name, roundings)
 
 
 def _distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
@@ -125,11 +122,10 @@ def _ranked(
         number: places, at most.
         alone: the error that some sites give.
     """
-    sites = list(wide.rounds)
-    if error <= (OF_FLOAT32 if wide.working == FINEST else RANKED) * unit:
-        is_sum = SUM in sites and error > OF_SUMS * unit
-        sites = [SUM] if is_sum else []
     rest = list(wide.rounds)
+    sites = list(rest)
+    if error <= (OF_FLOAT32 if wide.coarsest[0] == FINEST else RANKED) * unit:
+        sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
     left = error
     while sites and number and left > unit:
         size = left
@@ -149,82 +145,26 @@ def _ranked(
         number -= 1
 
 
-def _add_casts(wide: Wide, findings: Findings) -> None:
+def _add_casts(wide: Wide, result: Readings) -> None:
     """Tell casts whose values lie outside the range of their format."""
-    limit = KINDS["cast-range"].bound
-    for site, off in wide.cast_errors.items():
-        share = wide.at_end.get(site, 0.0)
-        if off <= 1 + limit and share <= AT_END:
-            continue
-        findings.lines.append(
-            f"  {site}: a cast errs by {off:.3g} roundings, {share:.1%} of its values reach the end"
-        )
-        if off > 1 + limit:
-            findings.add("cast-range", site, off, 1.0)
-        else:
-            findings.add("cast-range", site, share, 0.0, AT_END)
+    losses = (
+        ("a cast errs by {:.3g} roundings", wide.cast_errors, 1.0, KINDS["cast-range"].bound),
+        ("{:.1%} of a cast's values reach its format's end", wide.at_end, 0.0, AT_END),
+    )
+    for words, values, expected, bound in losses:
+        sites = [site for site in values if values[site] > expected + bound]
+        sites.sort(key=values.__getitem__, reverse=True)
+        result.lines += [f"  {site}: {words.format(values[site])}" for site in sites]
+        if sites:
+            result.add("cast-range", sites, values[sites[0]], expected, bound)
     for site in wide.misread:
-        findings.lines.append(f"  {site}: bytes of one 8-bit format are read as another's")
-        findings.add("cast-range", site, 1, 0.0, 0.0)
+        result.lines.append(f"  {site}: bytes of one 8-bit format are read as another's")
+        result.add("cast-range", site, 1, 0.0, 0.0)
 
 
-def add_nonfinite(first: Pass, finite: Finite, findings: Findings) -> None:
+def add_nonfinite(first: Pass, finite: Finite, result: Readings) -> None:
     """Tell gradients or a loss that are not finite, with the operations that began it."""
     bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
     if bad or not all(map(is_finite, tensors_in(first.loss))):
-        findings.lines += [f"not finite first: {words}" for words in finite.made.values()]
-        findings.add("nonfinite", bad or "the loss", len(bad) or 1)
-
-
-def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
-    """Rank the places of a step by what their rounding adds to the gradient; or name the operation
-    that made its first value which is not finite.
-
-    The step runs eagerly on the model, including compiled parts. Weights, gradients, buffers and
-    random states are as before at the end.
-
-    Args:
-        model: gives the names of the parameters.
-        step: computes forward and backward of a whole step, with all its micro-batches. It may end
-            with ``optimizer.step()`` and ``zero_grad()``.
-
-    Returns:
-        Readings, whose lines are the ranked list.
-
-    Cost: one pass of a healthy step, 5 to 24 of a step with a place to be found. A pass takes 3 to
-    16 steps, in twice the memory.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> _ = torch.manual_seed(0)
-        >>> model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
-        >>> x = torch.randn(8, 16).bfloat16()
-        >>> ranked = ranked_places(model, lambda: model(x).float().square().mean().backward())
-        >>> ranked.ok, "roundings of bfloat16" in ranked.lines[0]
-        (True, True)
-    """
-    leaves = trained_leaves(model)
-    passes = Passes(model, leaves, [], lambda *_: None, is_training=model.training)
-
-    def call() -> Any:
-        """Keep each gradient when it is complete, since the step may clear it."""
-        complete: dict[Any, Any] = {}
-        hooks = []
-        for p in leaves.values():
-            keep = lambda p: complete.update({p: p.grad.clone()})  # noqa: E731
-            hooks.append(p.register_post_accumulate_grad_hook(keep))
-        value = step()
-        for hook in hooks:
-            hook.remove()
-        for p, gradient in complete.items():
-            p.grad = gradient
-        return value
-
-    finite = Finite()
-    first = passes.run(call, Wide(), finite)
-    findings = Findings()
-    add_nonfinite(first, finite, findings)
-    if not findings.readings:
-        add_roundings(first, lambda sites: passes.run(call, Wide(sites)), 3, findings)
-    return Readings(findings.readings, findings.lines, "roundings of the gradient", findings.unseen)
+        result.lines += [f"not finite first: {words}" for words in finite.made.values()]
+        result.add("nonfinite", bad or "the loss", len(bad) or 1)

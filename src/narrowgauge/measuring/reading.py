@@ -60,11 +60,8 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        numbers = {}
-        for name in ("value", "expected", "bound"):
-            number = getattr(self, name)
-            numbers[name] = math.nan if number is None else number
-        return kind.text.format(**numbers)
+        fields = {name: math.nan if x is None else x for name, x in asdict(self).items()}
+        return kind.text.format(**fields)
 
     @property
     def severity(self) -> str:
@@ -176,6 +173,10 @@ class Readings(Sequence[Reading]):
         self.lines = list(lines)
         self.looked_at = looked_at
         self.unseen = dict(unseen or {})
+
+    def add(self, what: str, tensors: Any, value: float, *limits: float) -> None:
+        """Add a reading, with its expected value, 0 if left out, and its bound."""
+        self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
 
     @property
     def serious(self) -> list[Reading]:

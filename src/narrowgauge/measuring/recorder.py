@@ -27,7 +27,7 @@ from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
@@ -195,7 +195,8 @@ class RunRecorder:
             before(alarms)
             for alarm in alarms:
                 numbers = alarm.tensor, alarm.reading.edq, 1.0
-                self._log(measured("lost-updates", *numbers, step=self.num_steps + 1))
+                reading = measured("lost-updates", *numbers, step=self.num_steps + 1)
+                self._append("events", reading.to_dict())
 
         optimizer.on_alarm = alarmed
 
@@ -396,17 +397,15 @@ class RunRecorder:
     def _read(self, step: Step) -> None:
         """Let the laws read a step, and log and show what is new, notes left out."""
         sentences = []
-        readings = self.laws.fresh(step)
-        for reading in readings:
-            self._log(reading)
+        since = 0
+        for reading in self.laws.fresh(step):
+            self._append("events", reading.to_dict())
             if reading.severity != "note":
                 words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
                 sentences.append(words.rstrip("."))
+                since = max(since, reading.step)
         if sentences:
-            self._warn(f"step {max(x.step for x in readings)}: {'; '.join(sentences)}")
-
-    def _log(self, reading: Reading) -> None:
-        self._append("events", reading.to_dict())
+            self._warn(f"step {since}: {'; '.join(sentences)}")
 
     def _note(self, text: str) -> None:
         """Log a note, and show it."""
@@ -443,10 +442,7 @@ class RunRecorder:
             "tokens": self._tokens or None, "bytes_per_param": bytes_per_param(self.optimizer),
             "wall_seconds": time.perf_counter() - self._started, **summary_of(run),
         }  # fmt: skip
-        text = f"after {counted(self.num_steps, 'step')}"
-        if "val_loss" in summary:
-            text = f"validation loss {summary['val_loss']:.4f}"
-        self.event("finish", text)
+        self.event("finish", f"after {counted(self.num_steps, 'step')}")
         if self._record is not None:
             self._record.summary(summary)
 

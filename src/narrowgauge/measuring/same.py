@@ -6,7 +6,7 @@ The outputs of modules are compared with what rounding alone gives there
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from torch.nn.modules import module as global_hooks
 
 from narrowgauge.errors import DataError
 from narrowgauge.measuring.beside import Beside
-from narrowgauge.measuring.outputs import Outputs, Recording, distance, unit_at
+from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance, unit_at
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured, of_all
+from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
-from narrowgauge.measuring.weights import compare_weights
+from narrowgauge.measuring.weights import Same, compare_weights
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
 MARGIN = 4.0
@@ -33,23 +32,6 @@ UNUSUAL = 1 / 16
 """Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
 more sets no bound.
 """
-
-
-class Same(Readings):
-    """Hold the differences of two models; ``print`` shows them.
-
-    Attributes:
-        rows: a dict for each tensor of both, the farthest first
-            (:func:`narrowgauge.measuring.weights.compare_weights`).
-    """
-
-    def __init__(self, readings: Iterable[Reading] = (), lines: Iterable[str] = ()) -> None:
-        super().__init__(readings, lines)
-        self.rows: list[Row] = []
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the readings and rows as values for JSON."""
-        return super().to_dict() | {"rows": self.rows}
 
 
 def same(first: Any, second: Any, batch: Any = None) -> Same:
@@ -88,9 +70,7 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     result = Same()
     kinds = nn.Module, str, Path, Mapping
     if batch is None or (isinstance(first, kinds) and isinstance(second, kinds)):
-        rows, readings, lines = compare_weights(first, second)
-        result = Same(readings, lines)
-        result.rows = rows
+        result = compare_weights(first, second)
     if batch is not None:
         with generators_put_back():
             _compare_passes(first, second, batch, result)
@@ -140,20 +120,23 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
         return
     theirs = _run(second, batch, {})
     log_probs = _log_probs(ours.values, batch), _log_probs(theirs.values, batch)
-    forced = {}
-    if ours.shapes() == theirs.shapes():
-        forced = ours.outputs
-        if _are_equal(ours, theirs, log_probs):
-            result.lines.append("The bits are equal.")
-            return
+    missing = []
+    for place in {**ours.outputs, **theirs.outputs}:
+        if not are_alike(ours.outputs.get(place), theirs.outputs.get(place)):
+            missing.append(place)
+    forced = {} if missing else ours.outputs
+    if not missing and _are_equal(ours.outputs, theirs.outputs, log_probs):
+        result.lines.append("The bits are equal.")
+        return
     result.looked_at = "no difference is larger than rounding gives"
     narrow = second if theirs.unit() > ours.unit() else first
     unit = max(ours.unit(), theirs.unit())
     beside = _run(narrow, batch, forced, Wide())
     if forced:
         theirs = _run(second, batch, forced)
-    bounds, unusual = _bounds(beside, max(UNUSUAL, 16 * unit), result.lines)
-    _compare_places(ours, theirs, bounds, result)
+    unusual = _compare_places(ours, theirs, beside, max(UNUSUAL, 16 * unit), result)
+    if missing:
+        result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
         return
@@ -164,53 +147,48 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     _compare_log_probs(*log_probs, noise, result)
 
 
-def _are_equal(ours: Recording, theirs: Recording, log_probs: tuple[Any, Any]) -> bool:
+def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bool:
     """Return whether two passes through the same places have the same bits."""
-    if any(distance(x, theirs.outputs[place]) for place, x in ours.outputs.items()):
+    if any(distance(tensors, theirs[place]) for place, tensors in ours.items()):
         return False
     if log_probs[0] is None or log_probs[1] is None:
-        return bool(ours.outputs)
+        return bool(ours)
     return torch.equal(*log_probs)
 
 
-def _bounds(
-    beside: Recording, limit: float, lines: list[str]
-) -> tuple[dict[str, float], list[str]]:
-    """Return what roundings explain at each place that is followed, and the unusual places."""
+def _compare_places(
+    ours: Recording, theirs: Recording, beside: Recording, limit: float, result: Same
+) -> list[str]:
+    """Compare the outputs of modules, and add the reading of the first place that differs by more
+    than roundings explain; return the places with unusual roundings.
+    """
+    differences = {}
     bounds = {}
     unusual = []
-    for place, shadows in beside.shadows.items():
-        tensors = beside.outputs[place]
-        size = distance(tensors, shadows)
-        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(tensors)
+    unfollowed = []
+    for place, tensors in ours.outputs.items():
+        if not are_alike(tensors, theirs.outputs.get(place)):
+            continue
+        if place not in beside.shadows:
+            unfollowed.append(place)
+            continue
+        size = distance(beside.outputs[place], beside.shadows[place])
+        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(beside.outputs[place])
+        differences[place] = distance(tensors, theirs.outputs[place])
         if size > limit:
             unusual.append(place)
-            lines.append(f"{place}: roundings there move it by {size:.2g}, more than usual")
-    return bounds, unusual
-
-
-def _compare_places(
-    ours: Recording, theirs: Recording, bounds: Mapping[str, float], result: Same
-) -> None:
-    """Compare the outputs of modules; add the reading of the first place that differs."""
-    shapes = theirs.shapes()
-    missing = [place for place, x in ours.shapes().items() if shapes.get(place) != x]
-    unfollowed = [place for place in ours.outputs if place not in {*bounds, *missing}]
-    differences = {}
-    for place, tensors in ours.outputs.items():
-        if place not in {*missing, *unfollowed}:
-            differences[place] = distance(tensors, theirs.outputs[place])
+            words = f"{place}: roundings there move it by {size:.2g}, more than usual"
+            result.lines.append(words)
     number = sum(value > 0 for value in differences.values())
     count = counted(len(differences), "place")
     result.lines.append(f"outputs: {number} of {count} of modules differ")
-    if missing:
-        result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     wrong = [place for place, value in differences.items() if value > bounds[place]]
     if wrong:
         numbers = differences[wrong[0]], 0.0, bounds[wrong[0]]
         result.readings.append(measured("other-outputs", wrong, *numbers))
+    return unusual
 
 
 def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> None:

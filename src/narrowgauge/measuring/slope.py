@@ -17,8 +17,9 @@ from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Alone, Findings, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Alone, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.reading import Readings
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
 BOUND = KINDS["slope"].bound
@@ -126,16 +127,17 @@ class Along:
         names = [*self.moved][::-1]
         while True:
             half = names[: (len(names) + 1) // 2]
-            slopes = [self.slope(half, seed, limit) for seed in (SEED, 2 * SEED)]
-            wrong = [slope for slope in slopes if slope.differs]
+            slope = self.slope(half, SEED, limit)
+            if not slope.differs:
+                slope = self.slope(half, 2 * SEED, limit)
+            if len(names) == 1 and slope.differs:
+                return names[0], slope
             if len(names) == 1:
-                if not wrong:
-                    raise ArithmeticError("no tensor alone has another one")
-                return names[0], wrong[0]
-            names = half if wrong else names[len(half) :]
+                raise ArithmeticError("no tensor alone has another one")
+            names = half if slope.differs else names[len(half) :]
 
 
-def compare_slope(passes: Passes, parts: list[Any], findings: Findings) -> None:
+def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
     """Tell where the loss of all micro-batches does not change as its gradient says."""
     batch = concatenated(parts)
     if batch is None:
@@ -149,16 +151,16 @@ def compare_slope(passes: Passes, parts: list[Any], findings: Findings) -> None:
                 slope = along.slope(along.moved)
             if not slope.differs:
                 number = len(along.moved)
-                findings.lines.append(
+                result.lines.append(
                     f"slope: the loss changes as the gradient of {number} tensors says, "
                     f"within {slope.off:.1g}"
                 )
                 return
         name, slope = along.last_wrong(abs(slope.measured - slope.predicted) / PART)
         limit = BOUND * abs(slope.measured)
-        findings.add("slope", name, slope.predicted, slope.measured, limit)
+        result.add("slope", name, slope.predicted, slope.measured, limit)
     except ArithmeticError as reason:
-        findings.unseen["the slope of the loss"] = str(reason)
+        result.unseen["the slope of the loss"] = str(reason)
 
 
 def _direction(p: Tensor, seed: int) -> Tensor:

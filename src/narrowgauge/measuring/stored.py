@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.reading import Readings, of_all
 from narrowgauge.measuring.set_up import NARROW, SetUp, Stepped, spread
 from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -176,11 +176,9 @@ def _stored_share(p: Tensor, change: Tensor) -> float:
     return round(float(intended @ stored.double()) / square, 2) if square else 1.0
 
 
-def stored_readings(
-    set_up: SetUp, gradients: Mapping[str, Tensor], lines: list[str], unseen: dict[str, str]
-) -> list[Reading]:
-    """Return one reading of all tensors whose storage loses a part of their update, and print the
-    table of what trains, the least shares first.
+def add_stored(set_up: SetUp, gradients: Mapping[str, Tensor], result: Readings) -> None:
+    """Add one reading of all tensors whose storage loses a part of their update, and the table of what
+    trains, the least shares first.
     """
     groups: dict[tuple[Any, ...], tuple[Row, list[str]]] = {}
     lost: dict[str, float] = {}
@@ -190,16 +188,16 @@ def stored_readings(
         row, reason = predict(stepped, gradient)
         groups.setdefault((*row.values(),), (row, []))[1].append(name)
         if reason:
-            unseen[f"updates by {row['optimizer']}"] = reason
+            result.unseen[f"updates by {row['optimizer']}"] = reason
         for what in SHARES:
             if row[what] is not None and row[what] < MIN_EDQ:
                 lost.setdefault(name, row[what])  # of the step, if that is lost
     rows = [{"trains": of_all(names), **row} for row, names in groups.values()]
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
-    lines += Table(rows[:NUMBER], _SHOWN).plain().splitlines()
+    table = Table(rows[:NUMBER], _SHOWN).plain().splitlines()
     if len(rows) > NUMBER:
-        lines.append(f"and {len(rows) - NUMBER} more groups of tensors")
-    if not lost:
-        return []
-    ordered = sorted(lost, key=lost.__getitem__)
-    return [measured("stored-share", ordered, lost[ordered[0]], 1.0)]
+        table.append(f"and {len(rows) - NUMBER} more groups of tensors")
+    result.lines = [*table, *result.lines]
+    if lost:
+        ordered = sorted(lost, key=lost.__getitem__)
+        result.add("stored-share", ordered, lost[ordered[0]], 1.0)

@@ -18,9 +18,9 @@ from torch import Tensor
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Alone, Findings, Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Alone, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import of_all
+from narrowgauge.measuring.reading import Readings, of_all
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
@@ -29,7 +29,7 @@ MOST_PARTS = 16
 """Micro-batches of all ranks whose weights are fitted."""
 
 
-def compare_ranks(passes: Passes, first: Pass, findings: Findings) -> None:
+def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
     """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
     further.
     """
@@ -38,9 +38,9 @@ def compare_ranks(passes: Passes, first: Pass, findings: Findings) -> None:
         first.shadows.pop(name, None)
     is_wrapped = unwrapped_model(passes.model) is not passes.model
     if differing and (is_wrapped or passes.backward is not None):
-        findings.add("ranks-apart", differing, len(differing))
+        result.add("ranks-apart", differing, len(differing))
     elif differing:
-        findings.unseen["sums over ranks"] = "the loop makes them; pass backward="
+        result.unseen["sums over ranks"] = "the loop makes them; pass backward="
 
 
 def unlike(prints: Mapping[str, int]) -> list[str]:
@@ -50,7 +50,7 @@ def unlike(prints: Mapping[str, int]) -> list[str]:
 
 
 def compare_structure(
-    passes: Passes, parts: list[Any], first: Pass, findings: Findings
+    passes: Passes, parts: list[Any], first: Pass, result: Readings
 ) -> Pass | None:
     """Compare a step with the plain loss, and return the pass of that, if it was made.
 
@@ -59,66 +59,74 @@ def compare_structure(
         first: the pass of the step in training mode.
     """
     if passes.backward is None and len(parts) == 1:
-        _add_missing(passes.leaves, first.gradients, first.shadows, findings)
+        _add_missing(passes.leaves, first.gradients, first.shadows, result)
         return first
     batch = concatenated(parts)
     if batch is None:
-        findings.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
+        result.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
         return None
     step = first
+    draws = False
     if all_ranks().largest(int(first.draws)):
         passes.is_training = False
         step = passes.run(passes.step, Wide())
+        draws = step.draws
     plain = passes.run(passes.plain(batch), Wide(), Alone())
-    terms = []
-    if 1 < len(parts) <= MOST_PARTS and not plain.draws:
-        terms = [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
-    draws = plain.draws or (step.draws and not passes.is_training)
-    passes.is_training = True
-    if draws:
+    if draws or plain.draws:
         words = "evaluation mode draws random numbers too"
-        findings.unseen["the structure of the gradient"] = words
-        return None
-    exact = plain.shadows
-    size = all_ranks().size
-    mean = sum(term.value for term in terms) / (len(terms) or 1)
-    if size > 1 and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
-        # A loss that counts the labels of all ranks; DistributedDataParallel divides by their number.
-        exact = {name: x / size for name, x in exact.items()}
-        findings.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
-    _compare(step.shadows, exact, [term.shadows for term in terms], findings)
-    _add_missing(passes.leaves, step.gradients, exact, findings)
-    return plain
+        result.unseen["the structure of the gradient"] = words
+    else:
+        exact = _compare(passes, parts, step.shadows, plain, result)
+        _add_missing(passes.leaves, step.gradients, exact, result)
+    passes.is_training = True
+    return None if draws or plain.draws else plain
 
 
 def _compare(
-    step: Gradients, exact: Gradients, terms: Sequence[Gradients], findings: Findings
-) -> None:
-    """Tell each answer: tensors that have one are one reading."""
+    passes: Passes, parts: list[Any], step: Gradients, plain: Pass, result: Readings
+) -> Gradients:
+    """Tell each answer: tensors that have one are one reading. Return the right gradients."""
+    exact = plain.shadows
+    size = all_ranks().size
+    terms = _terms(passes, parts) if size > 1 else []
+    mean = sum(term.value for term in terms) / (len(terms) or 1)
+    if terms and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
+        # The loss counts the labels of all ranks, and DistributedDataParallel divides by their number.
+        exact = {name: x / size for name, x in exact.items()}
+        result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
     distances: dict[str, float] = {}
     for name, right in exact.items():
         gradient = step.get(name)
         if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
             distances[name] = float((gradient - right).norm() / right.norm())
     differing = [name for name in distances if distances[name] > SAME]
-    differing.sort(key=distances.__getitem__, reverse=True)
     equal = len(distances) - len(differing)
-    findings.lines.append(
+    result.lines.append(
         f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
     )
+    if differing and not terms:
+        terms = _terms(passes, parts)
     answers: dict[str, tuple[float, float, list[str]]] = {}
-    for name in differing:
-        columns = [term[name].flatten() for term in terms if name in term]
+    for name in sorted(differing, key=distances.__getitem__, reverse=True):
+        columns = [term.shadows[name].flatten() for term in terms if name in term.shadows]
         words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
         answers.setdefault(words, (value, expected, []))[2].append(name)
+    answers.pop("", None)
     for words, (value, expected, names) in answers.items():
-        if words:
-            findings.lines.append(f"  {of_all(names)}: {words}")
+        result.lines.append(f"  {of_all(names)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
             reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
-            findings.unseen["a factor of the gradient"] = reason
-        elif words:
-            findings.add("gradient", names, value, expected)
+            result.unseen["a factor of the gradient"] = reason
+        else:
+            result.add("gradient", names, value, expected)
+    return exact
+
+
+def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
+    """Return a pass of the plain loss of each micro-batch; none if there are too many, or one."""
+    if not 1 < len(parts) <= MOST_PARTS:
+        return []
+    return [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
 
 
 def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
@@ -153,7 +161,7 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
 
 
 def _add_missing(
-    leaves: Mapping[str, Any], step: Gradients, exact: Gradients, findings: Findings
+    leaves: Mapping[str, Any], step: Gradients, exact: Gradients, result: Readings
 ) -> None:
     """Tell tensors that get no gradient of the step, where the plain loss has one, or no graph."""
     names = []
@@ -162,4 +170,4 @@ def _add_missing(
         if is_lost or (name not in step and name not in exact):
             names.append(name)
     if names and (step or exact):
-        findings.add("no-gradient", names, len(names))
+        result.add("no-gradient", names, len(names))

@@ -105,7 +105,7 @@ class TwoRuns(Readings):
         if at.what == "only-in-one-run":
             lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
         elif at.tensor:
-            lines += _ranks(here[at.tensor][3:], there[at.tensor][3:])
+            lines += _ranks(here[at.tensor], there[at.tensor])
         self.factor = _factor(here, there)
         if abs(self.factor - 1) > LEAST:
             lines.append(
@@ -232,13 +232,21 @@ def _size(at: Reading) -> str:
     return f", by {abs((at.value or 0.0) / at.expected - 1):.2g} times its {at.what}"
 
 
-def _ranks(here: list[Any], there: list[Any]) -> Iterator[str]:
-    """Yield which ranks' parts of a tensor differ, if their hashes are recorded and some are equal."""
-    for hashes, others in zip(here, there, strict=False):
-        if len(hashes) == len(others):
-            ranks = [str(k) for k, bits in enumerate(hashes) if bits != others[k]]
-            if len(ranks) < len(hashes):
+def _ranks(here: Any, there: Any) -> Iterator[str]:
+    """Yield which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
+    one hash.
+    """
+    for one, other in ((here, there), (there, here)):
+        for hashes in one[3:]:
+            others = [*other[3:], [other[0]] * len(hashes)][0]
+            ranks = [
+                str(k)
+                for k, pair in enumerate(zip(hashes, others, strict=False))
+                if pair[0] != pair[1]
+            ]
+            if len(others) == len(hashes) > len(ranks):
                 yield f"Of {len(hashes)} ranks these differ there: {', '.join(ranks)}."
+                return
 
 
 def _factor(here: Row, there: Row) -> float:

@@ -12,7 +12,8 @@ norm's gradient, and the sum over ranks is the gradient. :func:`gradient_of` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,31 +82,46 @@ def named_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     return gradients
 
 
-def split_groups(tensor: Any, *, columns: int | None = None) -> list[Any]:
-    """Return the process groups of the mesh axes that split a tensor's elements, or only its last
-    ``columns`` dimensions.
-    """
+def split_groups(tensor: Any) -> list[Any]:
+    """Return the process groups of the mesh axes that split a tensor's elements."""
     groups = []
-    first = 0 if columns is None else tensor.ndim - columns
     for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
-        if _splits(placement) and placement.dim >= first:
+        if _splits(placement):
             groups.append(tensor.device_mesh.get_group(axis))
     return groups
 
 
-def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
+def part_of_row(tensor: Any, row_dims: int) -> int:
+    """Return the elements of a row in a shard, but for the last one. 0: rows are whole.
+
+    A row is the last ``row_dims`` dimensions. Parts of another than the first of them are no
+    neighbours in memory: they count as single elements.
+    """
+    first = tensor.ndim - row_dims
+    shape = list(tensor.shape[first:])
+    for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
+        num_ranks = tensor.device_mesh.size(axis)
+        if not _splits(placement) or num_ranks == 1 or placement.dim < first:
+            continue
+        if placement.dim > first:
+            return 1
+        shape[0] = -(-shape[0] // num_ranks)
+    return 0 if shape == list(tensor.shape[first:]) else math.prod(shape)
+
+
+def placed_like(owner: Any, part: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return this rank's part of a state as a DTensor placed like its parameter ``owner``.
 
     Keep it for a plain parameter. A distributed checkpoint can save and reshard the result.
 
     Args:
-        part: parameter-shaped. Its last ``row_dims`` dimensions, which no ranks share, are 1 instead.
+        part: parameter-shaped, or a part of a state of another ``shape``.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((*owner.shape[: owner.ndim - row_dims], *[1] * row_dims))
+    shape = torch.Size(shape or owner.shape)
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
         part, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=stride

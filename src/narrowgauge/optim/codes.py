@@ -212,13 +212,10 @@ class Values(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Hold the outputs of a step: int32 bits of the visible weight and of every field in place, and
-    the change that was intended.
-    """
+    """Hold the outputs of a step: int32 bits of the visible weight and of every field in place."""
 
     visible: Tensor
     fields: dict[str, Tensor]
-    intended: Tensor
 
 
 def lane_of(
@@ -359,7 +356,7 @@ def write(
         fields = write_low(storage, lane, visible, rest)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    return Written(visible, fields, change)
+    return Written(visible, fields)
 
 
 def write_weight(
@@ -433,14 +430,9 @@ def write_parts(
 # ── what an audit reads ───────────────────────────────────────────────────────────────────────────
 
 
-def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the changes of a step for an audit, float32: intended, of the stored weight, of the
-    visible weight.
-    """
-    fields = dict(lane.fields)
-    for name, bits in written.fields.items():
-        fields[name] = bits, lane.fields[name][1]
-    after = Lane(written.visible, lane.gradient, fields, lane.scales)
-    stored = read_weight(storage, after) - read_weight(storage, lane)
-    old = visible_value(storage.visible, lane.visible)
-    return written.intended, stored, visible_value(storage.visible, written.visible) - old
+def weight_after(storage: Storage, lane: Lane, written: Written) -> Tensor:
+    """Return the stored weight after a step."""
+    fields = {}
+    for name in storage.beside:
+        fields[name] = written.fields[name], lane.fields[name][1]
+    return read_weight(storage, Lane(written.visible, lane.gradient, fields, {}))

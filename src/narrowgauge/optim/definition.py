@@ -7,6 +7,7 @@ use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from operator import or_
@@ -15,17 +16,26 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim import codes
-from narrowgauge.optim.kernel import Inputs, Numbers, advance, average, named
-from narrowgauge.optim.planes import planes_of
-from narrowgauge.optim.row_bounds import set_bounds
+from narrowgauge.optim.kernel import (
+    Inputs,
+    Numbers,
+    advance,
+    average,
+    finite_or_zero,
+    named,
+)
+from narrowgauge.optim.planes import block_peaks, planes_of
+from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.walk import integers_of, spans, widened
+from narrowgauge.optim.walk import Span, integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
 
 AT_ONCE = 1 << 22
 """Elements of a call of compiled code. More gain nothing, and each temporary has as many."""
+MOST_GROWTH = 2.0**20
+"""The factor by which the bound of a block grows in a step, at most."""
 
 
 @lru_cache(None)
@@ -33,8 +43,8 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
     """Return a step of the integers of the weight and of each plane, in place:
     ``step(weight, gradient, *planes, *scales, *changes, values, seed)``.
 
-    The scales are float32: for each scaled code, below its row's end and back. A matrix rule has one
-    change, float32. On a CPU the step does not skip: the caller does.
+    The scales are float32: for each scaled code, below its block's end and back. A matrix rule has
+    one change, float32. On a CPU the step does not skip: the caller does.
     """
     planes = planes_of(storage)
 
@@ -76,16 +86,47 @@ def run_compiled(state: LocalState, numbers: Numbers) -> None:
 def _walk(
     state: LocalState, numbers: Numbers, step: Callable[..., None], elements: int | None = None
 ) -> None:
-    scales = set_bounds(state, numbers.values)
     changes = [state.change] if state.kernel.is_matrix else []
-    walk = spans(state, state.gradient, *changes, scales=scales, at_once=elements, writes=True)
-    for span in walk:
+    for span in spans(state, state.gradient, *changes, at_once=elements, writes=True):
         gradient, *change = span.arguments
         arguments = [integers_of(span.weight), gradient]
         arguments += [integers_of(values) for values in span.planes.values()]
-        for name in state.storage.scaled:
-            arguments += span.scales[name]
+        bounds = new_bounds(span, state.kernel.rule, named(state.kernel.rule, numbers.values))
+        for name, bound in bounds.items():
+            arguments.append(span.spread(codes.multipliers(bound)[0]))
+            arguments.append(span.spread(codes.multipliers(span.bounds[name])[1]))
         step(*arguments, *change, numbers.values, numbers.seed)
+        for name, bound in bounds.items():
+            span.bounds[name].copy_(bound)
+
+
+def new_bounds(span: Span, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]:
+    """Return the bounds of blocks after a step, for each scaled state: no exact value exceeds it.
+
+    The rule is monotone in magnitudes. So its step of the largest weight and gradient of a block,
+    and of its old bounds, bounds each new state. A skipped step keeps its bounds.
+    """
+    result: dict[str, Tensor] = {}
+    if not span.bounds:
+        return result
+    assert isinstance(rule, Rule)
+    slopes = block_peaks(span.arguments[0]) * scalars["gradient_scale"].abs()
+    weights = block_peaks(finite_or_zero(span.weight))
+    zeros = torch.zeros_like(slopes)
+    moments = [span.bounds[name] for name in rule.states]  # all are scaled, or none
+    plus = rule.update(weights, slopes, *moments, scalars)[1:]
+    minus = rule.update(weights, -1.0 * slopes, *moments, scalars)[1:]
+    added = rule.update(weights, slopes, *[zeros] * len(moments), scalars)[1:]
+    for place, (name, old) in enumerate(span.bounds.items()):
+        bound = torch.maximum(plus[place].abs(), minus[place].abs())
+        # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
+        bound = torch.where(bound < math.inf, bound, 3e38)
+        # One huge gradient costs its element, not its block.
+        limited = torch.where(old > 0, torch.minimum(bound, old * MOST_GROWTH), bound)
+        # The bound of a block without gradients would fall, and the next gradient would be huge to it.
+        bound = torch.where(added[place] == 0, torch.maximum(bound, old), limited)
+        result[name] = torch.where(scalars["skip"] != 0, old, bound)
+    return result
 
 
 def why_not_compiled(states: Sequence[LocalState], is_asked: bool) -> str:

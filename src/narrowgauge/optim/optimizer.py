@@ -509,7 +509,7 @@ class Optimizer(torch.optim.Optimizer):
 
         A whole float has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
         float64), ``weight_low``, ``packed``, and codes such as ``exp_avg_bits``. ``…_bound`` is the
-        scale of each row. ``step`` is 0-d float32, and ``window`` where the codes of ``word``
+        scale of each block. ``step`` is 0-d float32, and ``window`` where the codes of ``word``
         begin. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count

@@ -80,7 +80,7 @@ class Kernels:
         if storage.scaled and not getattr(rule, "monotone", True):
             raise RecipeError(
                 f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
-                "scales by row, and the rule does not say that it is monotone.",
+                "scales by block, and the rule does not say that it is monotone.",
                 "Take a storage such as 'word', or Rule(…, monotone=True) if larger gradients and "
                 "states always give larger new states.",
             )
@@ -109,8 +109,7 @@ class Kernels:
         rule = self.rule_in(group, parameter)
         names = ["weight", *dict(rule.stored_states)]
         shapes: dict[str, Any] = dict.fromkeys(names, local_of(parameter).shape)
-        for name, extra in extras_of(rule, parameter.shape, group).items():
-            shapes[name] = extra.shape
+        shapes |= extras_of(rule, parameter.shape, group)
         for name, value in {"weight": weight, **states}.items():
             if name != "step" and (name not in shapes or local_of(value).shape != shapes[name]):
                 raise RecipeError(

@@ -6,24 +6,29 @@ A *plane* holds one field of each weight, or several packed fields::
     packed   [ a  b  c  d ]     32 bits: tail, first and second moment
 
 Planes have the shape of the parameter and its order in memory. So a step walks over all of them
-alike, and a checkpoint holds them as they are. Codes scaled by row have a *bound* for each row. A
-row is the last dimension, or several joined. The definition and both kernels read where fields lie,
-and how they are rounded, from :func:`layout_of`.
+alike, and a checkpoint holds them as they are. Scaled codes have a *bound* for each block: 256
+elements of a row, which is the last dimension, or several joined. The last block of a row may be
+shorter. The definition and both kernels read where fields lie, and how they are rounded, from
+:func:`layout_of`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 NUMBERS = ("bfloat16", "float16", "float32")
 """Visible formats, and those of gradients, by their numbers in the table of a step."""
+BLOCK = 256
+"""Elements of a row that share the scale of a code."""
 LEAST_ROW = 64
 """Trailing dimensions are joined until a row has so many values, such as those of a convolution's
 kernel.
@@ -127,22 +132,16 @@ class Layout:
     """Say where a storage has its fields, and where a visible weight's bits lie in a float32.
 
     Attributes:
-        number: of the visible format in the table of a step (``NUMBERS``).
         bytes: of the weight and of each plane.
         below: the mantissa bits of a float32 that the visible format lacks.
-        exponent: its bits are those of a float32 times 2 to it.
         gap: by how many bits its words are moved to the top of 32.
-        end: the magnitude at which it ends.
         fields: of what lies beside the weight, and of two states.
-        num_scaled: states with a scale for each row.
+        num_scaled: states with a scale for each block.
     """
 
-    number: int
     bytes: tuple[int, ...]
     below: int
-    exponent: int
     gap: int
-    end: int
     fields: tuple[Field, ...]
     num_scaled: int
 
@@ -150,7 +149,7 @@ class Layout:
 @lru_cache
 def layout_of(storage: Storage) -> Layout:
     """Return the layout of a storage whose rule has two states at most, of one part each."""
-    size, below, exponent = VISIBLE[storage.visible]
+    size, below, _ = VISIBLE[storage.visible]
     places = {"": (0, 0, 0)}
     sizes = [size // 8]
     for number, plane in enumerate(planes_of(storage), 1):
@@ -169,12 +168,7 @@ def layout_of(storage: Storage) -> Layout:
         share = random.get(state)
         fields.append(Field(name, code, *places[name], drop, share, last, code.lowest + 126))
     fields += [Field()] * (3 - len(fields))
-    end = 0x7FFFFFFF
-    if storage.visible == "float16":
-        end = 31 << 23
-    number = NUMBERS.index(storage.visible)
-    num_scaled = len(storage.scaled)
-    return Layout(number, tuple(sizes), below, exponent, 32 - size, end, tuple(fields), num_scaled)
+    return Layout(tuple(sizes), below, 32 - size, tuple(fields), len(storage.scaled))
 
 
 def dropped_bits(code: Code) -> int:
@@ -202,7 +196,7 @@ def shares(storage: Storage) -> dict[str, tuple[int, int]]:
     return result
 
 
-# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
+# ── blocks ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache
@@ -222,3 +216,25 @@ def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
     """Return rows and columns of a parameter in memory order. Without bounds each element is a row."""
     first = len(shape) - num_row_dims
     return math.prod(shape[:first]), math.prod(shape[first:])
+
+
+def bounds_shape(shape: Sequence[int], num_row_dims: int) -> tuple[int, ...]:
+    """Return the shape of the bounds of a parameter: one of the dimensions of a row counts blocks."""
+    first = len(shape) - num_row_dims
+    blocks = -(-math.prod(shape[first:]) // BLOCK)
+    return (*shape[:first], blocks, *[1] * (num_row_dims - 1))
+
+
+def block_peaks(values: Tensor) -> Tensor:
+    """Return the largest magnitude of each block of ``[rows, columns]``, float32. A NaN is the
+    largest.
+    """
+    rows, columns = values.shape
+    width = min(BLOCK, max(1, columns))
+    padded = torch.nn.functional.pad(values, (0, -columns % width))
+    return padded.view(rows, -(-columns // BLOCK), width).abs().amax(2).float()
+
+
+def spread(of_blocks: Tensor, columns: int) -> Tensor:
+    """Return a value of each block, ``[rows, blocks]``, for each of its elements."""
+    return of_blocks.repeat_interleave(min(BLOCK, columns), 1)[:, :columns]

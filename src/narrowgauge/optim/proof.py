@@ -22,8 +22,8 @@ from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proof, triton
 from narrowgauge.torch_support.torch_names import to_device
 
-MANY_ROWS = 258
-"""Rows of 256 weights in a proof: a fault of a division's last bit shows in one of a thousand
+MANY_ROWS = 129
+"""Rows of 512 weights in a proof: a fault of a division's last bit shows in one of a thousand
 weights of 16 bits. An interpreter is too slow for as many.
 """
 
@@ -43,9 +43,9 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     numbers = Numbers(kernel, control, scalars, 12345)
     rows = MANY_ROWS
     if triton.INTERPRET and device.type == "cpu":
-        rows = 4
+        rows = 3
     pairs = []
-    for shape, edges in (((3, 67), 3), ((rows, 256), 2)):
+    for shape, edges in (((3, 67), 3), ((2, 300), 1), ((rows, 512), 2)):
         expected, actual = [_drawn(kernel, shape, edges, place) for place in ("cpu", device)]
         if kernel.is_matrix:
             expected.change = torch.zeros(shape, dtype=torch.float32)

@@ -16,6 +16,7 @@ from narrowgauge.numerics.metrics import change_terms
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, finite_or_zero, named
+from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import word_of
@@ -88,7 +89,7 @@ class Sample:
         return torch.cat(parts)
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
-        """Return what is stored now, with the scales of its rows."""
+        """Return what is stored now, with the scales of its blocks."""
         kernel = states[0].kernel
         weight = self._read([state.parameter.detach() for state in states])
         weight = weight.to(getattr(torch, kernel.storage.visible))
@@ -100,7 +101,8 @@ class Sample:
             bounds = []
             for state, x in zip(states, self.places, strict=True):
                 places = torch.arange(x.start, x.stop, x.step, device=weight.device)
-                bounds.append(state.bounds[name].view(-1)[places // state.form[1]])
+                row, column = places // state.form[1], places % state.form[1]
+                bounds.append(state.bounds[name][row, column // BLOCK])
             scales[name] = codes.multipliers(torch.cat(bounds))
         return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
@@ -150,7 +152,7 @@ class Sample:
                 intended = self.change + decay
             still = {**scalars, rule.decay: torch.zeros_like(scalars[rule.decay])}
             inputs = Inputs(rule, storage, self.lane, self.change, still, numbers.seed)
-            arrived = stored - codes.changes(storage, self.lane, advance(inputs))[1]
+            arrived = stored - (codes.weight_after(storage, self.lane, advance(inputs)) - weight)
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))

@@ -9,22 +9,19 @@ what a script changes, moves or removes between two steps is seen by the next on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of, placed_like, split_groups
+from narrowgauge.numerics.dtensor import local_of, part_of_row, placed_like
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.planes import INTEGER, as_rows, row_dims
-from narrowgauge.optim.rules.matrix import MatrixState
+from narrowgauge.optim.planes import BLOCK, as_rows, bounds_shape, row_dims
+from narrowgauge.optim.rules.matrix import Shapes
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import BFLOAT16, FLOAT32, WINDOW, Code, width_of
-
-Extras = Mapping[str, MatrixState]
-"""The states of a matrix rule that have shapes of their own, by name."""
+from narrowgauge.spec.storages import WINDOW
 
 
 class State(dict[str, Any]):
@@ -53,7 +50,7 @@ class Spec(NamedTuple):
     shape: Sequence[int]
 
 
-def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
+def specs_of(parameter: Tensor, kernel: Kernel, extras: Shapes) -> list[Spec]:
     """Return the local tensors of a parameter's state."""
     shape = local_of(parameter).shape
     key = shape, parameter.shape
@@ -62,49 +59,27 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
         return known
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
-        dims = row_dims(parameter.shape)
-        rows = (*shape[: len(shape) - dims], *[1] * max(1, dims))
-        specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, rows))
-    for name, extra in extras.items():
-        code = kernel.storage.code(extra.role)
-        key_of_extra = saved_as(name, code)
-        specs.append(Spec("extras", name, key_of_extra, alone_dtype(code), extra.shape))
-        if code.scaled:
-            rows = (*extra.shape[:-1], 1)
-            specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
+        form = bounds_shape(shape, row_dims(parameter.shape))
+        specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, form))
+    for name, form in extras.items():
+        specs.append(Spec("extras", name, name, torch.float32, form))
     kernel.specs[key] = specs
     return specs
 
 
-def alone_dtype(code: Code) -> torch.dtype:
-    """Return PyTorch's dtype with the same bits, if there is one."""
-    if code == FLOAT32:
-        return torch.float32
-    if code == BFLOAT16:
-        return torch.bfloat16
-    return INTEGER[width_of(((code.name, code.bits),))]
-
-
-def saved_as(name: str, code: Code) -> str:
-    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
-    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
-
-
-def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
+def new_state(parameter: Tensor, kernel: Kernel, extras: Shapes) -> State:
     """Return zeroed tensors for a parameter. Zero encodes 0; a master is not set yet."""
     local = local_of(parameter.detach())
     storage = kernel.storage
     dims = row_dims(parameter.shape)
-    if storage.scaled and split_groups(parameter, columns=dims):
+    if storage.scaled and part_of_row(parameter, dims) % BLOCK:
         raise RecipeError(
-            f"Cannot use storage '{storage.name}' for a parameter whose rows ranks share: its codes "
-            "have a scale for each row.",
+            f"Cannot use storage '{storage.name}' for a shard of {part_of_row(parameter, dims)} "
+            f"columns: its codes have a scale for each block of {BLOCK}.",
             f"Shard matrices along their first dimension, or use '{storage.fallback}'.",
         )
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
-    used = [storage.code(name) for name, _ in storage.states]
-    used += [storage.code(extra.role) for extra in extras.values()]
-    if any(code.lowest in (WINDOW, 2 * WINDOW) for code in used):
+    if any(storage.code(name).lowest in (WINDOW, 2 * WINDOW) for name, _ in storage.states):
         state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
     for spec in specs_of(parameter, kernel, extras):
         if spec.kind == "planes":
@@ -114,7 +89,8 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
         zeros = local.new_zeros(spec.shape, dtype=spec.dtype)
         state[spec.name] = zeros
         if spec.kind == "bounds":
-            state[spec.name] = placed_like(parameter, zeros, row_dims=dims)
+            form = bounds_shape(parameter.shape, dims)
+            state[spec.name] = placed_like(parameter, zeros, shape=form)
     return state
 
 
@@ -144,14 +120,11 @@ class LocalState:
         entry: ``optimizer.state`` of the owner.
         tensors: the local tensors of the state by name, without counts and notes.
         planes: those in the parameter's shape.
-        bounds: for each code scaled by row, a bound on the exact values of each row: float32
-            ``[rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the
+        bounds: for each scaled code, a bound on the exact values of each block: float32
+            ``[rows, blocks]``. A rounded value may exceed its bound: the window ends at 1.7 times the
             power of two above.
         form: rows and columns.
-        extras: a matrix rule's states that are separate from the weight.
-        extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32
-            ``[…, rows, 1]``.
-        extra_codes: their codes.
+        extras: a matrix rule's states that are separate from the weight, float32.
         step: the number of steps taken.
         gradient: set for a step.
         change: of a matrix rule, float32 in the parameter's shape: during a step the averaged
@@ -159,7 +132,7 @@ class LocalState:
     """
 
     def __init__(
-        self, owner: Tensor, entry: dict[str, Any], kernel: Kernel, extras: Extras
+        self, owner: Tensor, entry: dict[str, Any], kernel: Kernel, extras: Shapes
     ) -> None:
         self.owner = owner
         self.entry = entry
@@ -177,12 +150,11 @@ class LocalState:
             )
         dims = row_dims(owner.shape) if kernel.scaled else 0
         self.form = as_rows(self.parameter.shape, dims)
+        block_form = self.form[0], -(-self.form[1] // BLOCK)
         self.tensors: dict[str, Tensor] = {}
         self.planes: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
         self.extras: dict[str, Tensor] = {}
-        self.extra_bounds: dict[str, Tensor] = {}
-        self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
         device = self.parameter.device
         for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
             value: Any = entry.get(name)
@@ -194,7 +166,7 @@ class LocalState:
                 local = local_of(entry[name])
             self.tensors[name] = local
             if kind == "bounds":
-                local = local.view(-1, 1)
+                local = local.view(block_form)
             getattr(self, kind)[field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:

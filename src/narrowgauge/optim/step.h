@@ -293,33 +293,34 @@ struct Float16 {
 
 // ── codes of states: two functions of a lane ─────────────────────────────────────────────────────
 
-// Of a row: a power of two that takes its values below 1, and back.
+// Of a block: a power of two that takes its values below 1, and back.
 struct Scale { float into = 1, back = 1; };
+struct Scales { Scale first, second; };
 // A decoded state that is a product by a power of two. It is exact, so that it may be fused.
 struct Product { Floats x, by; };
 INLINE Floats value_of(Floats x) { return x; }
 INLINE Floats value_of(Product p) { return p.x * p.by; }
 
-enum { SIGNED = 1, HELD = 2, ROW = 4 };
+enum { SIGNED = 1, HELD = 2, SCALED = 4 };
 
 // The upper bits of a float32, to nearest, in a plane of its own. With 23 mantissa bits: all.
 template <int M> struct Upper {
   static constexpr int DROP = 23 - M;
   static constexpr bool IS_SCALED = false, IS_RANDOM = false;
-  INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
-  INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
+  INLINE Floats decode(Ints lane, const Scale&) { return float_of(lane); }
+  INLINE Ints encode(Floats x, Ints, const Scale&) { return rounded<DROP>(quiet(x)); }
 };
 // A small float of E exponent and M mantissa bits from BIT on, whose smallest normal value is
 // 2^LOWEST. It has subnormals. Larger values and NaN become the largest. HELD: what is not zero stays
-// so. ROW: below the power of two that ends its row.
+// so. SCALED: below the power of two that ends its block.
 template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Window {
   static constexpr int DROP = 23 - M, UP = LOWEST + 126, LAST = ((1 << (E + M)) - 1) << DROP;
   static constexpr int SIGN_PLACE = BIT + E + M;
-  static constexpr bool IS_SIGNED = KIND & SIGNED, IS_SCALED = KIND & ROW, IS_RANDOM = SHARE.start >= 0;
-  // The least value of a row, at the least scale, is a float32.
+  static constexpr bool IS_SIGNED = KIND & SIGNED, IS_SCALED = KIND & SCALED, IS_RANDOM = SHARE.start >= 0;
+  // The least value of a block, at the least scale, is a float32.
   static constexpr bool IS_EXACT = !IS_SCALED || LOWEST - M - 112 >= -149;
 
-  INLINE auto decode(Ints lane, Scale scale) {
+  INLINE auto decode(Ints lane, const Scale& scale) {
     const bool has_sign = IS_SIGNED && SIGN_PLACE == 31;  // in its place
     Ints bits = moved(lane, DROP - BIT) & (has_sign ? LAST | SIGN_BIT : LAST);
     if constexpr (IS_SIGNED && SIGN_PLACE < 31) bits |= lane << (31 - SIGN_PLACE) & SIGN_BIT;
@@ -328,7 +329,7 @@ template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Windo
     else if constexpr (IS_EXACT) return Product{x * power(UP), splat(scale.back)};
     else return x * power(UP) * scale.back;
   }
-  INLINE Ints encode(Floats x, Ints random, Scale scale) {
+  INLINE Ints encode(Floats x, Ints random, const Scale& scale) {
     const Ints bits = int_of((IS_SCALED ? x * scale.into : x) * power(-UP));
     Ints code = dithered<DROP, SHARE>(smaller(bits & MAGNITUDE, LAST), random) >> DROP;
     if constexpr (KIND & HELD) code = larger(code, smaller(int_of(x), 1));
@@ -340,7 +341,7 @@ template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Windo
   }
 };
 struct Nothing : Upper<23> {  // of a rule without this state
-  INLINE Floats decode(Ints, Scale) { return Floats{}; }
+  INLINE Floats decode(Ints, const Scale&) { return Floats{}; }
 };
 
 // ── weights: what lies beside the visible one ────────────────────────────────────────────────────
@@ -529,7 +530,6 @@ template <class R> struct Numbers {
   typename R::Scalars rule;
   int32_t seed;
 };
-struct Scales { Scale first, second; };
 struct Lane {
   Ints seen, plane[4];
   Floats gradient, given;
@@ -639,42 +639,53 @@ template <class S, class R> struct Walk {
       store_planes<K + 1>(p, at, x, y);
     }
   }
+  // Step groups, so many with the scales of each block.
   template <bool LESS, bool WIDE>
-  APART void step_groups(char* const* streams, int64_t count, const Numbers<R>& numbers, const Scales& row) {
+  APART void step_groups(char* const* streams, int64_t count, const Numbers<R>& numbers, const Scales* scales,
+                         int64_t groups_of_block) {
     const Numbers<R> n = numbers;  // copies, which no store changes
-    const Scales scales = row;
     char* p[STREAMS];
     for (int k = 0; k < STREAMS; k++) p[k] = streams[k];
     typename Step::Waiting a, b, next_a, next_b;
-    const auto begin = [&](int64_t at) ALWAYS {
+    const auto begin = [&](int64_t at, const Scales& block) ALWAYS {
       const Lanes x = load_lanes<WIDE>(p, at);
-      next_a = Step::template begin<LESS>(x.a, n, scales);
-      next_b = Step::template begin<LESS>(x.b, n, scales);
+      next_a = Step::template begin<LESS>(x.a, n, block);
+      next_b = Step::template begin<LESS>(x.b, n, block);
     };
-    const auto end = [&](int64_t at) ALWAYS {
-      const Written x = Step::end(a, n, scales), y = Step::end(b, n, scales);
+    const auto end = [&](int64_t at, const Scales& block) ALWAYS {
+      const Written x = Step::end(a, n, block), y = Step::end(b, n, block);
       store<V::BYTES, PAIRED>(p[0] + V::BYTES * at, {V::word(x.seen), V::word(y.seen)});
       store_planes(p, at, x, y);
     };
-    begin(0);
-    a = next_a, b = next_b;
-    for (int64_t at = GROUP; at < GROUP * count; at += GROUP) {
-      begin(at);
-      end(at - GROUP);
+    begin(0, *scales);
+    for (int64_t at = 0, last = groups_of_block;; last += groups_of_block) {
+      const Scales block = *scales++;
       a = next_a, b = next_b;
+      const int64_t stop = GROUP * ((last < count ? last : count) - 1);
+      for (; at < stop; at += GROUP) {
+        begin(at + GROUP, block);
+        end(at, block);
+        a = next_a, b = next_b;
+      }
+      if (last >= count) return end(at, block);
+      begin(at + GROUP, *scales);
+      end(at, block);
+      at += GROUP;
     }
-    end(GROUP * (count - 1));
   }
-  INLINE void step(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+  INLINE void step(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales* s, int64_t of_block) {
     const bool is_less = R::is_less(n.rule);
-    if (wide) is_less ? step_groups<true, true>(p, count, n, s) : step_groups<false, true>(p, count, n, s);
-    else if constexpr (V::BYTES == 2)
-      is_less ? step_groups<true, false>(p, count, n, s) : step_groups<false, false>(p, count, n, s);
+    if (wide) {
+      is_less ? step_groups<true, true>(p, count, n, s, of_block) : step_groups<false, true>(p, count, n, s, of_block);
+    } else if constexpr (V::BYTES == 2) {
+      is_less ? step_groups<true, false>(p, count, n, s, of_block) : step_groups<false, false>(p, count, n, s, of_block);
+    }
   }
-  // Call a function of streams and groups for whole groups, and for the rest in a copy padded with zeros.
-  template <class F> INLINE void in_groups(char* const* p, int64_t count, bool wide, F function) {
-    const int64_t at = count / GROUP * GROUP, left = count - at;
-    if (at) function(p, count / GROUP);
+  // Step elements in blocks of a width, the first of which has the first scales: whole groups, and the
+  // rest in a copy padded with zeros.
+  INLINE void step_all(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales* s, int64_t width) {
+    const int64_t at = count / GROUP * GROUP, left = count - at, of_block = width < GROUP ? 1 : width / GROUP;
+    if (at) step(p, count / GROUP, wide, n, s, of_block);
     if (!left) return;
     alignas(64) char copy[STREAMS][4 * GROUP] = {};
     char* q[STREAMS];
@@ -682,7 +693,7 @@ template <class S, class R> struct Walk {
       const int64_t size = size_of(k, wide);
       q[k] = (char*)memcpy(copy[k], p[k] + size * at, size * left);
     }
-    function(q, 1);
+    step(q, 1, wide, n, s + at / width, of_block);
     for (int k = 0; k < STREAMS; k++) {
       const int64_t size = size_of(k, wide);
       if (k != 1) memcpy(p[k] + size * at, q[k], size * left);
@@ -690,89 +701,74 @@ template <class S, class R> struct Walk {
   }
 };
 
-// ── rows with scales: a rule's step of the largest magnitudes of a row bounds its new states ─────
+// ── blocks with scales: a rule's step of the largest magnitudes of a block bounds its new states ──
 
 // Of floats of 16 or 32 bits, read as integers, in which a NaN is the largest. Leave out what is above end.
-template <class T, class X> APART T largest_magnitude(const char* p, int64_t count, T end) {
-  constexpr int N = sizeof(X) / sizeof(T);
+template <class T> APART T largest_magnitude(const char* p, int64_t count, T end) {
   constexpr T ALL = (T)((uint64_t)-1 >> (65 - 8 * sizeof(T)));
-  X most[4] = {};
-  int64_t at = 0;
-  for (; at + 4 * N <= count; at += 4 * N) {
-    for (int k = 0; k < 4; k++) {
-      const X x = at_address<X>(p + sizeof(T) * (at + k * N)) & ALL;
-      most[k] = (x > most[k]) & (x <= end) ? x : most[k];
-    }
-  }
   T largest = 0;
-  for (; at < count; at++) {
-    const T x = at_address<T>(p + sizeof(T) * at) & ALL;
-    largest = x > largest && x <= end ? x : largest;
-  }
-  for (const X& vector : most) {
-    alignas(64) T values[N];  // a vector that is indexed would stay in memory
-    put((char*)values, vector);
-    for (T x : values) largest = x > largest ? x : largest;
+  for (int64_t at = 0; at < count; at++) {
+    T x = at_address<T>(p + sizeof(T) * at) & ALL;
+    x = x <= end ? x : 0;
+    largest = x > largest ? x : largest;
   }
   return largest;
 }
-template <class V> INLINE float peak_of(const char* p, int64_t count, bool wide, bool is_finite = false) {
-  if (wide || V::BYTES == 4) {
-    return float_of(largest_magnitude<int32_t, Ints>(p, count, is_finite ? EXPONENT - 1 : MAGNITUDE));
-  }
+// As a word at the top of a lane.
+template <class V> INLINE int32_t peak_of(const char* p, int64_t count, bool wide, bool is_finite = false) {
+  if (wide || V::BYTES == 4) return largest_magnitude<int32_t>(p, count, is_finite ? EXPONENT - 1 : MAGNITUDE);
   const int16_t end = !is_finite ? INT16_MAX : V::BELOW == 16 ? 0x7F7F : 0x7BFF;
-  return V::gradient(splat((int32_t)largest_magnitude<int16_t, Halves>(p, count, end) << 16))[0];
+  return (int32_t)largest_magnitude<int16_t>(p, count, end) << 16;
 }
 
-INLINE float finite(float bound) { return bound < INFINITE ? bound : 3e38f; }
-// A bound grows by 2^20 at most: one huge gradient costs its element, not its row. That of a row without
+INLINE Floats finite(Floats bound) { return where(bound < INFINITE, bound, 3e38f); }
+// A bound grows by 2^20 at most: one huge gradient costs its element, not its block. That of a block without
 // gradients stays, or the next gradient would be huge to it.
-INLINE float limited(float bound, float old, bool is_idle) {
-  if (is_idle) return old > finite(bound) ? old : finite(bound);
-  const float most = old * 0x1p20f;
-  return old > 0 && most < finite(bound) ? most : finite(bound);
+INLINE Floats limited(Floats bound, Floats old, Ints is_idle) {
+  const Floats most = finite(bound), grown = old * 0x1p20f;
+  const Floats moving = where((old > 0) & (grown < most), grown, most);
+  return where(is_idle, where(old > most, old, most), moving);
 }
 // The power of two not below a bound, or its inverse.
-INLINE float end_of(float bound, int sign) {
-  const int32_t exponent = ((int_of(finite(bound)) + MANTISSA) >> 23) - 127;
-  const int32_t inside = exponent < -112 ? -112 : exponent > 126 ? 126 : exponent;
-  return float_of((127 + sign * inside) << 23);
+INLINE Floats end_of(Floats bound, int sign) {
+  const Ints exponent = ((int_of(finite(bound)) + MANTISSA) >> 23) - 127;
+  return float_of((127 + sign * smaller(larger(exponent, -112), 126)) << 23);
 }
-INLINE float larger_magnitude(Floats x, Floats y) {
-  const int32_t a = int_of(x)[0] & MAGNITUDE, b = int_of(y)[0] & MAGNITUDE;
-  return float_of(a > b ? a : b);
+INLINE Floats larger_magnitude(Floats x, Floats y) {
+  return float_of(larger(int_of(x) & MAGNITUDE, int_of(y) & MAGNITUDE));
 }
-// Bounds of one or two states, by the state's place.
-struct Bounds { float of[2] = {}; };
-template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds old, const Numbers<R>& n) {
-  const Floats g = splat(gradient * float_of(int_of(n.gradient_scale) & MAGNITUDE)), w = splat(weight);
-  const Floats m = splat(old.of[0]), v = splat(old.of[1]);
+// Each lane is a block.
+template <class R> INLINE Moments new_bounds(Floats gradient, Floats w, Moments old, const Numbers<R>& n) {
+  const Floats g = gradient * float_of(int_of(n.gradient_scale) & MAGNITUDE);
   Moments plus{}, minus{}, added{};
-  R::template begin<false>(w, g, m, v, plus, n.rule);
-  R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
-  R::template begin<false>(w, g, splat(0.0f), splat(0.0f), added, n.rule);
-  const float first = larger_magnitude(plus.first, minus.first);
-  const float second = larger_magnitude(plus.second, minus.second);
-  return {limited(first, old.of[0], added.first[0] == 0), limited(second, old.of[1], added.second[0] == 0)};
+  R::template begin<false>(w, g, old.first, old.second, plus, n.rule);
+  R::template begin<false>(w, -1.0f * g, old.first, old.second, minus, n.rule);
+  R::template begin<false>(w, g, Floats{}, Floats{}, added, n.rule);
+  const Floats first = larger_magnitude(plus.first, minus.first);
+  const Floats second = larger_magnitude(plus.second, minus.second);
+  return {limited(first, old.first, added.first == 0), limited(second, old.second, added.second == 0)};
 }
 
-// ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
+// ── programs: a part of a tensor ─────────────────────────────────────────────────────────────────
 
+constexpr int BLOCK = 256;
 // A row of the table: addresses of the streams and of the bounds, then these (table.py).
-struct Sizes { int64_t extent, numel, first, format, aligned, number; };
+struct Sizes { int64_t extent, count, first, format, aligned, number, columns; };
+// So many blocks from the first one on. Without scales a tensor is one row: so many elements.
 struct Program {
   const int64_t* row;
   Sizes size;
-  int64_t place, begin, span;
+  int64_t block, blocks, begin, span;
 };
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 template <int ADDRESSES> INLINE Program find(const int64_t* table, const int32_t* tiles, int64_t number) {
   Program x;
   x.row = table + tiles[number] * (ADDRESSES + sizeof x.size / 8);
   memcpy(&x.size, x.row + ADDRESSES, sizeof x.size);
-  x.place = number - x.size.first;
-  x.begin = x.place * x.size.extent;
-  const int64_t rest = x.size.numel - x.begin;
-  x.span = rest < x.size.extent ? rest : x.size.extent;
+  x.block = (number - x.size.first) * x.size.extent;
+  x.blocks = least(x.size.count - x.block, x.size.extent);
+  x.begin = x.block * BLOCK;
+  x.span = least(x.size.columns - x.begin, x.blocks * BLOCK);
   return x;
 }
 template <class F> INLINE void in_parallel(int64_t count, int threads, F function) {
@@ -785,37 +781,66 @@ template <class S, class R> struct Programs {
   typedef typename S::V V;
   static constexpr int BOUNDS = W::Step::IS_SCALED ? R::STATES : 0, ADDRESSES = W::STREAMS + BOUNDS;
   static constexpr int SCALARS = sizeof(typename R::Scalars) / 4;
-  // Call a function of each program, its streams, and whether its gradient is float32.
-  template <class F>
-  INLINE void over(const int64_t* table, const int32_t* tiles, int64_t count, int threads, F function) {
-    in_parallel(count, threads, [=](int64_t k) {
-      const Program x = find<ADDRESSES>(table, tiles, k);
-      const bool wide = x.size.format == Float32::NUMBER;
-      char* p[W::STREAMS];
-      for (int j = 0; j < W::STREAMS; j++) p[j] = (char*)x.row[j] + W::size_of(j, wide) * x.begin;
-      function(x, p, wide);
-    });
+  struct Streams { char* p[W::STREAMS]; };
+  INLINE Streams streams_at(const Program& x, bool wide, int64_t element) {
+    Streams y;
+    for (int k = 0; k < W::STREAMS; k++) y.p[k] = (char*)x.row[k] + W::size_of(k, wide) * element;
+    return y;
   }
-  INLINE Scales set_bounds(const Program& x, char* const* p, bool wide, const Numbers<R>& n) {
-    Bounds old;
-    for (int k = 0; k < BOUNDS; k++) old.of[k] = ((float*)x.row[W::STREAMS + k])[x.place];
-    const float weight = R::PENALIZED ? peak_of<V>(p[0], x.span, false, true) : 0;
-    const Bounds now = new_bounds<R>(peak_of<V>(p[1], x.span, wide), weight, old, n);
-    for (int k = 0; k < BOUNDS; k++) ((float*)x.row[W::STREAMS + k])[x.place] = now.of[k];
-    const Scale first = {end_of(now.of[0], -1), end_of(old.of[0], 1)};
-    return {first, {end_of(now.of[1], -1), end_of(old.of[1], 1)}};
+  // Set the bounds of some blocks from their largest magnitudes, and their scales.
+  INLINE void set_bounds(const Program& x, int64_t block, int64_t count, Floats gradient, Floats weight,
+                         const Numbers<R>& n, Scales* scales) {
+    float* const first = (float*)x.row[W::STREAMS] + block;
+    float* const second = (float*)x.row[W::STREAMS + BOUNDS - 1] + block;
+    Moments old{};
+    memcpy((void*)&old.first, first, 4 * count);
+    if (BOUNDS > 1) memcpy((void*)&old.second, second, 4 * count);
+    const Moments now = new_bounds<R>(gradient, weight, old, n);
+    memcpy(first, &now.first, 4 * count);
+    if (BOUNDS > 1) memcpy(second, &now.second, 4 * count);
+    const Floats m_into = end_of(now.first, -1), m_back = end_of(old.first, 1);
+    const Floats v_into = end_of(now.second, -1), v_back = end_of(old.second, 1);
+    for (int k = 0; k < LANES; k++) scales[k] = {{m_into[k], m_back[k]}, {v_into[k], v_back[k]}};
+  }
+  // Step blocks, the bounds of some at a time.
+  INLINE void step_blocks(const Program& x, bool wide, const Numbers<R>& n) {
+    const int64_t columns = x.size.columns, of_row = (columns + BLOCK - 1) / BLOCK;
+    const int64_t width = least(columns, BLOCK);
+    const bool is_joined = columns % width == 0 && width % GROUP == 0;
+    for (int64_t at = 0; at < x.blocks; at += LANES) {
+      const int64_t count = least(x.blocks - at, LANES);
+      int64_t begins[LANES], sizes[LANES];
+      Ints gradients{}, weights{};
+      for (int k = 0; k < count; k++) {
+        const int64_t block = x.block + at + k, column = block % of_row * BLOCK;
+        begins[k] = block / of_row * columns + column;
+        sizes[k] = least(columns - column, BLOCK);
+        const Streams y = streams_at(x, wide, begins[k]);
+        gradients[k] = peak_of<V>(y.p[1], sizes[k], wide);
+        if constexpr (R::PENALIZED) weights[k] = peak_of<V>(y.p[0], sizes[k], false, true);
+      }
+      Scales scales[LANES];
+      const Floats slopes = wide ? float_of(gradients) : V::gradient(gradients);
+      set_bounds(x, x.block + at, count, slopes, V::gradient(weights), n, scales);
+      for (int64_t k = 0; k < count; k += is_joined ? count : 1) {
+        const int64_t size = is_joined ? width * count : sizes[k];
+        W::step_all(streams_at(x, wide, begins[k]).p, size, wide, n, scales + k, width);
+      }
+    }
   }
   INLINE void step(const int64_t* table, const int32_t* tiles, int64_t count, const float* numbers,
                    const float* control, int threads) {
-    over(table, tiles, count, threads, [=](const Program& x, char* const* p, bool wide) {
+    in_parallel(count, threads, [=](int64_t k) {
+      const Program x = find<ADDRESSES>(table, tiles, k);
+      const bool wide = x.size.format == Float32::NUMBER;
       const float* scalars = numbers + x.size.number * (SCALARS + 1);
       Numbers<R> n;
       n.gradient_scale = control[0];
       memcpy((void*)&n.rule, scalars, 4 * SCALARS);
       n.seed = int_of(scalars[SCALARS]);
-      Scales scales;
-      if constexpr (BOUNDS > 0) scales = set_bounds(x, p, wide, n);
-      W::in_groups(p, x.span, wide, [&](char* const* q, int64_t groups) { W::step(q, groups, wide, n, scales); });
+      const Scales none{};
+      if constexpr (BOUNDS > 0) step_blocks(x, wide, n);
+      else W::step_all(streams_at(x, wide, x.begin).p, x.span, wide, n, &none, x.span);
     });
   }
 };
@@ -878,7 +903,8 @@ INLINE void atomic_larger(int32_t* p, int32_t x) {
 }
 INLINE void largest_of(const int64_t* table, const int32_t* tiles, int64_t count, int32_t* peaks, int threads) {
   over_gradients(table, tiles, count, threads, [=](int64_t k, const Program& x, auto format, const char* p) {
-    atomic_larger(peaks + tiles[k], int_of(peak_of<decltype(format)>(p, x.span, false)));
+    typedef decltype(format) V;
+    atomic_larger(peaks + tiles[k], int_of(V::gradient(splat(peak_of<V>(p, x.span, false)))[0]));
   });
 }
 // Partial sums: additions to one address wait for each other.

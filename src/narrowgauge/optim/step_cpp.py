@@ -15,6 +15,7 @@ from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import build
+from narrowgauge.torch_support.proof import CPP
 
 TILE = 8192
 """Elements that a program steps: 16 to 32 KB of each stream."""
@@ -38,10 +39,12 @@ def struct_of(rule: AnyRule) -> str:
     return RULES.get(rule, "")
 
 
-def has_kernel(rule: AnyRule, storage: Storage) -> bool:
+def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
     """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
-    and in float32 alone.
+    in float32 alone, and on a GPU not for float16 weights and Kahan's low parts.
     """
+    if language != CPP and (storage.visible == "float16" or storage.weight.parts == 2):
+        return False
     return storage.arithmetic == "float32" and bool(struct_of(rule))
 
 
@@ -55,7 +58,7 @@ def _code(field: Field, bit: int) -> str:
     if not code.is_window:
         return f"Upper<{code.mantissa_bits}>"
     kinds = ["0"]
-    for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("ROW", code.scaled)):
+    for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("SCALED", code.scaled)):
         if is_set:
             kinds.append(name)
     size = f"{code.exponent_bits}, {code.mantissa_bits}, {code.lowest}"

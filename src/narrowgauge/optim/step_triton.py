@@ -1,10 +1,9 @@
 """The step of all tensors on a GPU: each code, weight and rule, and one walk over the elements.
 
-It computes what ``step.h`` does. A *program*
-steps ``BLOCK`` elements, or one row that has scales: then it reads the gradient twice. Words stand
-at the bottom of 32-bit integers. ``div_rn`` and ``sqrt_rn`` round as on a CPU, and a launch fuses no
-multiply-add. Triton's interpreter runs this file on a CPU
-(:func:`narrowgauge.torch_support.triton.load`).
+It computes what ``step.h`` does, for weights in bfloat16 or float32 without a low part. A *program*
+steps some blocks of 256 elements. Words stand at the bottom of 32-bit integers. ``div_rn`` and
+``sqrt_rn`` round as on a CPU, and a launch fuses no multiply-add. Triton's interpreter runs this file
+on a CPU (:func:`narrowgauge.torch_support.triton.load`).
 
 Constants of a step are a ``row`` (:class:`narrowgauge.optim.table.Row`). Those of a code are a
 ``field`` (:class:`narrowgauge.optim.planes.Field`).
@@ -15,9 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(1024)
-"""Elements that a program steps at a time: 16 bytes of a 16-bit tensor for each of 128 threads."""
-SIZES = tl.constexpr(6)
+BLOCK = tl.constexpr(256)
+"""Elements that share scales (:data:`narrowgauge.optim.planes.BLOCK`)."""
+BLOCKS = tl.constexpr(4)
+"""Blocks of a program: 16 bytes of a 16-bit tensor for each of 128 threads."""
+SIZES = tl.constexpr(7)
 """Columns of the table after the addresses (:data:`narrowgauge.optim.table.SIZES`)."""
 SIGN = tl.constexpr(-(1 << 31))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -49,22 +50,9 @@ def quiet(x):
 
 
 @triton.jit
-def is_finite(x):
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
 def finite_or_zero(x):
     """Return the weight that a rule reads. It would turn the decay of an infinite one into NaN."""
-    return tl.where(is_finite(x), x, 0.0)
-
-
-@triton.jit
-def rounded(bits, DROP: tl.constexpr):
-    """Round to nearest, ties to even, all but the lowest bits."""
-    if DROP == 0:
-        return bits
-    return (bits + ((1 << DROP >> 1) - 1 + ((bits >> DROP) & 1))) & -(1 << DROP)
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -76,57 +64,24 @@ def random_bits(key, seed):
 
 @triton.jit
 def cut(bits, random, field: tl.constexpr):
-    """Drop the lowest bits as a code does: by chance, or to nearest."""
+    """Drop the lowest bits as a code does: by chance, or to nearest, ties to even."""
+    if field.drop == 0:
+        return bits
     if field.share is not None:
         start: tl.constexpr = field.share[0]
         borrowed: tl.constexpr = field.share[1]
         if borrowed > 0:
             random = (random << borrowed) | ((random >> (32 - borrowed)) & ((1 << borrowed) - 1))
-        bits = (bits + ((random >> start) & ((1 << field.drop) - 1))) & -(1 << field.drop)
+        addend = (random >> start) & ((1 << field.drop) - 1)
     else:
-        bits = rounded(bits, field.drop)
-    return bits
-
-
-# ── the visible weight: bits as of a float32, of float16 times 2^-112 ─────────────────────────────
-
-
-@triton.jit
-def bits_of(word, seen: tl.constexpr):
-    bits = word << seen.gap
-    return ((bits & MAGNITUDE) >> (seen.gap - seen.below)) | (bits & SIGN)
-
-
-@triton.jit
-def word_of(bits, seen: tl.constexpr):
-    return (((bits << (seen.gap - seen.below)) & MAGNITUDE) | (bits & SIGN)) >> seen.gap
-
-
-@triton.jit
-def scaled(x, seen: tl.constexpr):
-    return quiet(times_power(x, seen.exponent))
-
-
-@triton.jit
-def value_of(bits, seen: tl.constexpr):
-    return times_power(float_of(bits), -seen.exponent)
-
-
-@triton.jit
-def in_range(bits, seen: tl.constexpr):
-    return tl.minimum(bits & MAGNITUDE, seen.end) | (bits & SIGN)
-
-
-@triton.jit
-def nearest(x, seen: tl.constexpr):
-    """Return the bits of the visible weight nearest to x, ties to even."""
-    return in_range(rounded(scaled(x, seen), seen.below), seen)
+        addend = (1 << field.drop >> 1) - 1 + ((bits >> field.drop) & 1)
+    return (bits + addend) & -(1 << field.drop)
 
 
 @triton.jit
 def half_up(bits, seen: tl.constexpr):
     """Return the nearest bits of a visible weight, ties up: a tail or a master says more."""
-    return in_range((bits + (1 << seen.below >> 1)) & -(1 << seen.below), seen)
+    return (bits + (1 << seen.below >> 1)) & -(1 << seen.below)
 
 
 # ── codes of states: the upper bits of a float32 are a window of all its exponents ────────────────
@@ -143,13 +98,10 @@ def decode(words, field: tl.constexpr, back):
 
 
 @triton.jit
-def encode(x, random, field: tl.constexpr, into, TO_ZERO: tl.constexpr = False):
+def encode(x, random, field: tl.constexpr, into):
     inside = x * into if field.code.scaled else x
     bits = quiet(times_power(inside, -field.exponent))
-    magnitude = tl.minimum(bits & MAGNITUDE, field.last)
-    if not TO_ZERO:
-        magnitude = cut(magnitude, random, field)
-    step = magnitude >> field.drop
+    step = cut(tl.minimum(bits & MAGNITUDE, field.last), random, field) >> field.drop
     if field.code.hold:
         step = tl.maximum(step, tl.minimum(int_of(x), 1))
     if field.code.signed:
@@ -157,58 +109,33 @@ def encode(x, random, field: tl.constexpr, into, TO_ZERO: tl.constexpr = False):
     return step << field.shift
 
 
-# ── weights: alone, a tail, a master, or Kahan's low part ─────────────────────────────────────────
-
-
-@triton.jit
-def belongs(bits, low, seen: tl.constexpr):
-    """Return whether a low part and the visible weight together round to it."""
-    total = int_of(times_power(value_of(bits, seen) + low, seen.exponent))
-    return rounded(total, seen.below) == bits
+# ── weights: alone, a tail or a master ────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def read_weight(words, bits, seen: tl.constexpr, field: tl.constexpr):
-    """Return the weight that a rule reads, and the low part that is added to its change."""
-    x = value_of(bits, seen)
-    low = x * 0
+    x = float_of(bits)
     if field.name == "tail":
         up: tl.constexpr = 32 - field.bits
         tail = (words[field.plane] << (up - field.shift)) >> (up - field.drop)
         total = bits + (tail & -(1 << field.drop))
-        x = value_of(tl.where((total ^ bits) < 0, bits, total), seen)
+        x = float_of(tl.where((total ^ bits) < 0, bits, total))
     elif field.name == "master":
         master = float_of(words[field.plane])
-        is_own = half_up(scaled(master, seen), seen) == in_range(bits, seen)
-        x = tl.where(is_own, master, x)
-    elif field.name == "weight_low":
-        low = decode(words, field, 1.0)
-        low = tl.where(belongs(bits, low, seen), low, 0.0)
-    return x, low
+        x = tl.where(half_up(quiet(master), seen) == bits, master, x)
+    return x
 
 
 @triton.jit
-def low_word(bits, rest, seen: tl.constexpr, field: tl.constexpr):
-    """Encode a low part to nearest, or toward zero where the nearest one does not belong."""
-    word = encode(rest, 0, field, 1.0)
-    is_own = belongs(bits, decode((word, word), field, 1.0), seen)
-    return tl.where(is_own, word, encode(rest, 0, field, 1.0, True))
-
-
-@triton.jit
-def write_weight(x, low, change, random, seen: tl.constexpr, field: tl.constexpr):
+def write_weight(x, random, seen: tl.constexpr, field: tl.constexpr):
     """Return the bits of the new visible weight, and the word beside it, in place."""
-    if field.name == "weight_low":
-        bits = nearest(x + (low + change), seen)
-        return bits, low_word(bits, (low + change) - (value_of(bits, seen) - x), seen, field)
-    new = x + change
     if field.name == "master":
-        return half_up(scaled(new, seen), seen), quiet(new)
-    exact = cut(scaled(new, seen), random, field)
+        return half_up(quiet(x), seen), quiet(x)
+    exact = cut(quiet(x), random, field)
     if field.name == "tail":
         bits = half_up(exact, seen)
         return bits, (((exact - bits) >> field.drop) & ((1 << field.bits) - 1)) << field.shift
-    return in_range(exact, seen), exact
+    return exact, exact
 
 
 # ── rules: the change and new states, from scalars in the order of the Python rule ────────────────
@@ -253,8 +180,8 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
     return change, m, v
 
 
-# ── programs: a `tile` is a row of the table, the first element, the number of elements, where the
-# ── sizes are, the place in the tensor, and whether elements are whole vectors of 16 bytes ────────
+# ── programs: a `tile` is a row of the table, the first element of each block, how many there are,
+# ── the blocks' numbers, and whether elements are whole vectors of 16 bytes ───────────────────────
 
 
 @triton.jit
@@ -268,46 +195,55 @@ def sum_of(a, b):
 
 
 @triton.jit
-def find(table, tiles, ADDRESSES: tl.constexpr):
-    """Return a program's tile, but for the last."""
+def find(table, tiles, ADDRESSES: tl.constexpr, IS_SCALED: tl.constexpr = False):
+    """Return a program's tile but for the last, and where the sizes of its tensor are."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + program).to(tl.int64) * (ADDRESSES + SIZES)
     sizes = row + ADDRESSES
-    place = program - tl.load(sizes + 2)
-    begin = place * tl.load(sizes)
-    count = tl.minimum(tl.load(sizes + 1) - begin, tl.load(sizes)).to(tl.int32)
-    return row, begin, count, sizes, place
+    block = ((program - tl.load(sizes + 2)) * BLOCKS).to(tl.int32) + tl.arange(0, BLOCKS)
+    columns = tl.load(sizes + 6)
+    begin = block.to(tl.int64) * BLOCK
+    column = begin
+    if IS_SCALED:  # else all elements are one row
+        blocks_of_row = ((columns + BLOCK - 1) // BLOCK).to(tl.int32)
+        column = (block % blocks_of_row).to(tl.int64) * BLOCK
+        begin = (block // blocks_of_row).to(tl.int64) * columns + column
+    size = tl.minimum(columns - column, BLOCK).to(tl.int32)
+    return row, begin, tl.where(block < tl.load(sizes + 1), size, 0), block, sizes
 
 
 @triton.jit
-def places(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr):
-    """Return where elements of a tile lie, and which are inside."""
+def places(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr):
+    """Return where the elements of a tile lie, ``[blocks, elements]``, and which are inside."""
     TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
-    address = tl.load(tile[0] + COLUMN).to(tl.pointer_type(TYPE)) + tile[1]
-    if tile[5]:
-        return tl.multiple_of(address, 16) + at, at < tile[2] // 16 * 16
-    return address + at, at < tile[2]
+    address = (tl.load(tile[0] + COLUMN).to(tl.pointer_type(TYPE)) + tile[1])[:, None]
+    size = tile[2][:, None]
+    if tile[4]:
+        address = tl.multiple_of(address, (16, 16))
+        size = size // 16 * 16
+    at = tl.arange(0, BLOCK)[None, :]
+    return address + at, at < size
 
 
 @triton.jit
-def load(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr):
-    place, is_inside = places(tile, at, COLUMN, BYTES)
+def load(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr):
+    place, is_inside = places(tile, COLUMN, BYTES)
     return tl.load(place, mask=is_inside, other=0).to(tl.int32)
 
 
 @triton.jit
-def store(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr, x):
-    place, is_inside = places(tile, at, COLUMN, BYTES)
+def store(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr, x):
+    place, is_inside = places(tile, COLUMN, BYTES)
     tl.store(place, x.to(place.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
-def load_values(tile, at, COLUMN: tl.constexpr, format):
-    """Return values of bfloat16 (0), float16 (1) or float32 (2), with infinities and NaN."""
+def load_gradient(tile, format):
+    """Return a gradient in bfloat16 (0), float16 (1) or float32 (2), with infinities and NaN."""
     if format == 2:
-        x = float_of(load(tile, at, COLUMN, 4))
+        x = float_of(load(tile, 1, 4))
     else:
-        bits = load(tile, at, COLUMN, 2) << 16
+        bits = load(tile, 1, 2) << 16
         x = float_of(bits)
         if format == 1:
             bits = ((bits & MAGNITUDE) >> 3) | (bits & SIGN)
@@ -317,20 +253,12 @@ def load_values(tile, at, COLUMN: tl.constexpr, format):
 
 
 @triton.jit
-def peak_of(tile, COLUMN: tl.constexpr, format):
-    """Return the largest magnitude of a gradient, in which a NaN is the largest, or of the finite
-    weights.
-    """
-    most = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, tile[2], BLOCK):
-        x = load_values(tile, start + tl.arange(0, BLOCK), COLUMN, format)
-        if COLUMN == 0:
-            x = finite_or_zero(x)
-        most = tl.maximum(most, int_of(x) & MAGNITUDE)
-    return float_of(tl.reduce(most, 0, larger_of))
+def peaks_of(x):
+    """Return the largest magnitude of each block. A NaN is the largest."""
+    return float_of(tl.reduce(int_of(x) & MAGNITUDE, 1, larger_of))
 
 
-# ── rows with scales: a rule's step of the largest magnitudes of a row bounds its new states ──────
+# ── blocks with scales: a rule's step of the largest magnitudes of a block bounds its new states ──
 
 
 @triton.jit
@@ -342,43 +270,39 @@ def finite(bound):
 def end_of(bound, WAY: tl.constexpr):
     """Return the power of two not below a bound, or its inverse."""
     exponent = ((int_of(finite(bound)) + 0x7FFFFF) >> 23) - 127
-    return float_of((127 + WAY * tl.minimum(tl.maximum(exponent, -112), 126)) << 23)
+    end = float_of((127 + WAY * tl.minimum(tl.maximum(exponent, -112), 126)) << 23)
+    return end[:, None]
 
 
 @triton.jit
 def bound_of(x, y, old, is_idle):
-    """Return the new bound of a row from a state's values at its largest magnitudes."""
+    """Return the new bound of a block from a state's values at its largest magnitudes."""
     most = finite(float_of(tl.maximum(int_of(x) & MAGNITUDE, int_of(y) & MAGNITUDE)))
-    # One huge gradient costs its element, not its row.
+    # One huge gradient costs its element, not its block.
     limited = tl.where(old > 0, tl.minimum(most, old * 2.0**20), most)
-    # The bound of a row without gradients would fall, and the next gradient would be huge to it.
+    # The bound of a block without gradients would fall, and the next gradient would be huge to it.
     return tl.where(is_idle, tl.maximum(most, old), limited)
 
 
 @triton.jit
-def set_bounds(tile, control, s, row: tl.constexpr):
-    """Set the bounds of a row. Return the multipliers of both codes: into their windows, and back."""
-    sizes = tile[3]
-    first = tl.load(sizes - row.layout.num_scaled).to(tl.pointer_type(tl.float32)) + tile[4]
-    second = tl.load(sizes - 1).to(tl.pointer_type(tl.float32)) + tile[4]
-    m, v = tl.load(first), tl.load(second)
-    peak = peak_of(tile, 1, tl.load(sizes + 3)) * tl.abs(tl.load(control))
-    weight = peak
-    if row.is_penalized:
-        weight = peak_of(tile, 0, row.layout.number)
-    _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
-    _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
-    _, added_m, added_v = update(weight, peak, 0.0, 0.0, s, row.rule)
+def set_bounds(tile, sizes, slope, weight, s, row: tl.constexpr):
+    """Set the bounds of blocks. Return the multipliers of both codes: into their windows, and back."""
+    first = tl.load(sizes - row.layout.num_scaled).to(tl.pointer_type(tl.float32)) + tile[3]
+    second = tl.load(sizes - 1).to(tl.pointer_type(tl.float32)) + tile[3]
+    is_inside = tile[2] > 0
+    m, v = tl.load(first, mask=is_inside, other=0.0), tl.load(second, mask=is_inside, other=0.0)
+    _, plus_m, plus_v = update(weight, slope, m, v, s, row.rule)
+    _, minus_m, minus_v = update(weight, -1.0 * slope, m, v, s, row.rule)
+    _, added_m, added_v = update(weight, slope, m * 0, v * 0, s, row.rule)
     new_m = bound_of(plus_m, minus_m, m, added_m == 0)
     new_v = bound_of(plus_v, minus_v, v, added_v == 0)
-    is_stepped = tl.load(control + 1) == 0
-    tl.store(second, new_v, mask=is_stepped)
-    tl.store(first, new_m, mask=is_stepped)
+    tl.store(second, new_v, mask=is_inside)
+    tl.store(first, new_m, mask=is_inside)
     return end_of(new_m, -1), end_of(m, 1), end_of(new_v, -1), end_of(v, 1)
 
 
 @triton.jit
-def walk(tile, numbers, control, row: tl.constexpr):
+def walk(tile, sizes, numbers, control, row: tl.constexpr):
     """Step the elements of a tile."""
     L: tl.constexpr = row.layout
     s = (numbers,)
@@ -387,84 +311,78 @@ def walk(tile, numbers, control, row: tl.constexpr):
         s += (tl.load(numbers + k),)
     s = s[1:]
     seed = int_of(tl.load(numbers + row.scalars))
+    bits = load(tile, 0, L.bytes[0]) << L.gap
+    gradient = load_gradient(tile, tl.load(sizes + 3))
+    words = (bits,)  # the first stands for a field that is not stored
+    for k in tl.static_range(1, len(L.bytes)):
+        words += (load(tile, 1 + k, L.bytes[k]),)
     scales = 1.0, 1.0, 1.0, 1.0
     if L.num_scaled > 0:
-        scales = set_bounds(tile, control, s, row)
-    for start in range(0, tl.where(tl.load(control + 1) == 0, tile[2], 0), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        bits = bits_of(load(tile, at, 0, L.bytes[0]), L)
-        gradient = load_values(tile, at, 1, tl.load(tile[3] + 3))
-        words = (at,)  # the first stands for a field that is not stored
-        for k in tl.static_range(1, len(L.bytes)):
-            words += (load(tile, at, 1 + k, L.bytes[k]),)
-        x, low = read_weight(words, bits, L, L.fields[0])
-        m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
-        mantissa = (int_of(times_power(gradient, L.exponent)) & 0x7FFFFF) >> (L.below // 16 * 16)
-        random = random_bits(int_of(x) ^ mantissa, seed)
-        g = gradient * tl.load(control)
-        change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
-        if row.is_given:
-            change = float_of(load(tile, at, 1 + len(L.bytes), 4))
-            whole = x + low if L.fields[0].name == "weight_low" else x
-            change += finite_or_zero(whole) * s[0]
-        bits, beside = write_weight(x, low, change, random, L, L.fields[0])
-        first = encode(m, random, L.fields[1], scales[0])
-        second = encode(v, random, L.fields[2], scales[2])
-        new_words = beside, first, second
-        store(tile, at, 0, L.bytes[0], word_of(bits, L))
-        for k in tl.static_range(1, len(L.bytes)):
-            word = at & 0
-            for j in tl.static_range(0, 3):
-                if L.fields[j].plane == k:
-                    word |= new_words[j]
-            store(tile, at, 1 + k, L.bytes[k], word)
+        slope = peaks_of(gradient) * tl.abs(tl.load(control))
+        weight = peaks_of(finite_or_zero(float_of(bits))) if row.is_penalized else slope
+        scales = set_bounds(tile, sizes, slope, weight, s, row)
+    x = read_weight(words, bits, L, L.fields[0])
+    m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
+    random = random_bits(int_of(x) ^ ((int_of(gradient) & 0x7FFFFF) >> L.below), seed)
+    g = gradient * tl.load(control)
+    change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
+    if row.is_given:
+        change = float_of(load(tile, 1 + len(L.bytes), 4)) + finite_or_zero(x) * s[0]
+    bits, beside = write_weight(x + change, random, L, L.fields[0])
+    first = encode(m, random, L.fields[1], scales[0])
+    second = encode(v, random, L.fields[2], scales[2])
+    new_words = beside, first, second
+    store(tile, 0, L.bytes[0], bits >> L.gap)
+    for k in tl.static_range(1, len(L.bytes)):
+        word = bits & 0
+        for j in tl.static_range(0, 3):
+            if L.fields[j].plane == k:
+                word |= new_words[j]
+        store(tile, 1 + k, L.bytes[k], word)
 
 
 @triton.jit
 def step(table, tiles, numbers, control, row: tl.constexpr):
-    """Step the elements of a program."""
-    start, begin, count, sizes, place = find(table, tiles, row.addresses)
+    """Step the elements of a program, unless the step is skipped."""
+    start, begin, size, block, sizes = find(table, tiles, row.addresses, row.layout.num_scaled > 0)
     numbers += tl.load(sizes + 5) * (row.scalars + 1)
+    size = tl.where(tl.load(control + 1) == 0, size, 0)
     if tl.load(sizes + 4) != 0:
-        walk((start, begin, count, sizes, place, True), numbers, control, row)
+        walk((start, begin, size, block, True), sizes, numbers, control, row)
     else:
-        walk((start, begin, count, sizes, place, False), numbers, control, row)
+        walk((start, begin, size, block, False), sizes, numbers, control, row)
 
 
 # ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
 
 
 @triton.jit
-def largest(table, tiles, peaks):
-    start, begin, count, sizes, place = find(table, tiles, 2)
+def gradient_of(table, tiles):
+    """Return a program's gradient, and where the sizes of its tensor are."""
+    start, begin, size, block, sizes = find(table, tiles, 2)
     if tl.load(sizes + 4) != 0:
-        peak = peak_of((start, begin, count, sizes, place, True), 1, tl.load(sizes + 3))
+        x = load_gradient((start, begin, size, block, True), tl.load(sizes + 3))
     else:
-        peak = peak_of((start, begin, count, sizes, place, False), 1, tl.load(sizes + 3))
-    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), int_of(peak))
+        x = load_gradient((start, begin, size, block, False), tl.load(sizes + 3))
+    return x, sizes
 
 
 @triton.jit
-def squares_of(tile, scales):
-    coarse, fine = tl.full([BLOCK], 0, tl.int64), tl.full([BLOCK], 0, tl.int64)
-    for start in range(0, tile[2], BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = load_values(tile, at, 1, tl.load(tile[3] + 3)).to(tl.float64)
-        scaled_square = x * x * tl.load(scales)
-        whole = (scaled_square + TO_WHOLE) - TO_WHOLE
-        coarse += whole.to(tl.int64)
-        rest = (scaled_square - whole) * tl.load(scales + 1)
-        fine += ((rest + TO_WHOLE) - TO_WHOLE).to(tl.int64)
-    return tl.reduce(coarse, 0, sum_of), tl.reduce(fine, 0, sum_of)
+def largest(table, tiles, peaks):
+    x, _ = gradient_of(table, tiles)
+    peak = tl.reduce(int_of(peaks_of(x)), 0, larger_of)
+    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), peak)
 
 
 @triton.jit
 def squares(table, tiles, scales, sums, SLOTS: tl.constexpr):
-    start, begin, count, sizes, place = find(table, tiles, 2)
-    if tl.load(sizes + 4) != 0:
-        coarse, fine = squares_of((start, begin, count, sizes, place, True), scales)
-    else:
-        coarse, fine = squares_of((start, begin, count, sizes, place, False), scales)
+    x, sizes = gradient_of(table, tiles)
+    x = x.to(tl.float64)
+    scaled_square = x * x * tl.load(scales)
+    whole = (scaled_square + TO_WHOLE) - TO_WHOLE
+    rest = (scaled_square - whole) * tl.load(scales + 1)
+    coarse = whole.to(tl.int64)
+    fine = ((rest + TO_WHOLE) - TO_WHOLE).to(tl.int64)
     slot = sums + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * 2
-    tl.atomic_add(slot, coarse)
-    tl.atomic_add(slot + 1, fine)
+    tl.atomic_add(slot, tl.reduce(tl.reduce(coarse, 1, sum_of), 0, sum_of))
+    tl.atomic_add(slot + 1, tl.reduce(tl.reduce(fine, 1, sum_of), 0, sum_of))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgauge.optim import step_cpp
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.planes import NUMBERS, Layout, layout_of
+from narrowgauge.optim.planes import BLOCK, NUMBERS, Layout, layout_of
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.spec.storages import Storage
@@ -32,16 +32,16 @@ from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.proof import CPP, language_on
 from narrowgauge.torch_support.torch_names import to_device
 
-SIZES = ("extent", "numel", "first", "format", "aligned", "number")
+SIZES = ("extent", "count", "first", "format", "aligned", "number", "columns")
 """The table after the addresses.
 
-The tensor has ``numel`` elements, each program ``extent`` of them: a row that has scales. Its
+The tensor has ``count`` blocks in rows of ``columns``, each program ``extent`` of them. Its
 programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). An ``aligned`` tensor
-has programs of whole vectors, at addresses of whole vectors. ``number`` is the row of its scalars.
+has rows of whole vectors, at addresses of whole vectors. ``number`` is the row of its scalars.
 """
-PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
-"""The place of each size, from the end of a row of the table."""
 FORMATS = {getattr(torch, name): number for number, name in enumerate(NUMBERS)}
+BLOCKS_ON_GPU = 4
+"""Blocks of a program there."""
 TRITON_MODULE = "narrowgauge.optim.step_triton"
 
 
@@ -62,7 +62,7 @@ class Row:
         is_penalized: whether new states depend on the weight.
         is_given: whether the change is a stream, of a matrix rule.
         addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
-            change, and the bounds of rows.
+            change, and the bounds of blocks.
         layout: of the storage.
     """
 
@@ -102,36 +102,42 @@ class Programs:
     def __init__(self, device: torch.device, num_addresses: int, num_scalars: int = 0) -> None:
         self.device = device
         self.is_cpp = language_on(device) == CPP
-        self.width = num_addresses + len(SIZES)
+        addresses = "addresses", np.int64, (num_addresses,)
+        self.columns = np.dtype([addresses, *[(name, np.int64) for name in SIZES]])
         self.numbers = np.zeros((0, num_scalars), np.float32)
-        self._sizes: list[tuple[int, int]] = []
+        self._forms: list[tuple[int, int]] = []
 
-    def lay_out(self, sizes: Sequence[tuple[int, int]], num_numbers: int = 0) -> None:
-        """Lay out the memory for tensors, each with ``numel`` elements of ``extent`` a program."""
-        if sizes == self._sizes and num_numbers == len(self.numbers):
+    def lay_out(self, forms: Sequence[tuple[int, int]], num_numbers: int = 0) -> None:
+        """Lay out the memory for tensors of rows and columns. Without scales a tensor is one row."""
+        if forms == self._forms and num_numbers == len(self.numbers):
             return
-        self._sizes = list(sizes)
-        self.rows = np.zeros((len(sizes), self.width), np.int64)
+        self._forms = list(forms)
+        self.rows = np.zeros(len(forms), self.columns)
         self.numbers = np.zeros((num_numbers, self.numbers.shape[1]), np.float32)
-        numels, extents = np.array(sizes, np.int64).reshape(-1, 2).T
-        counts = -(-numels // extents)
-        self.rows[:, PLACE["extent"]] = extents
-        self.rows[:, PLACE["numel"]] = numels
-        self.rows[:, PLACE["first"]] = np.cumsum(counts) - counts
-        tiles = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+        num_rows, columns = np.array(forms, np.int64).reshape(-1, 2).T
+        counts = num_rows * -(-columns // BLOCK)
+        extents = np.full_like(counts, BLOCKS_ON_GPU)
+        if self.is_cpp:
+            extents = np.maximum(1, step_cpp.TILE // columns.clip(1, BLOCK))
+        programs = -(-counts // extents)
+        self.rows["count"] = counts
+        self.rows["extent"] = extents
+        self.rows["columns"] = columns
+        self.rows["first"] = np.cumsum(programs) - programs
+        tiles = np.repeat(np.arange(len(forms), dtype=np.int32), programs)
         self.tiles = to_device(torch.from_numpy(tiles), self.device)
 
     def find_aligned(self, num_bounds: int = 0) -> None:
         """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
-        end = self.width - len(SIZES) - num_bounds
-        whole = self.rows[:, [*range(end), PLACE["extent"], PLACE["numel"]]]
-        self.rows[:, PLACE["aligned"]] = (whole % 16 == 0).all(1)
+        addresses = self.rows["addresses"]
+        is_whole = addresses[:, : addresses.shape[1] - num_bounds] % 16 == 0
+        self.rows["aligned"] = is_whole.all(1) & (self.rows["columns"] % 16 == 0)
 
     def send(self) -> Any:
         """Copy the table and the numbers to a GPU. Return where the numbers are."""
         if self.is_cpp:
             return self.numbers.ctypes.data
-        self._table = to_device(torch.from_numpy(self.rows), self.device)
+        self._table = to_device(torch.from_numpy(self.rows.view(np.int64)), self.device)
         return to_device(torch.from_numpy(self.numbers), self.device)
 
     def call(self, function: Any, *arguments: Any, **constants: Any) -> None:
@@ -169,20 +175,16 @@ class Table:
         states = list(batch)
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
         self._batch = batch
-        tile = step_cpp.TILE if self.module is None else self.module.BLOCK.value
-        sizes = []
+        forms = []
         for state in states:
-            extent = tile
-            if state.bounds:
-                extent = max(1, state.form[1])
-            sizes.append((state.parameter.numel(), extent))
-        programs.lay_out(sizes, len(places))
+            forms.append(state.form if state.bounds else (1, state.parameter.numel()))
+        programs.lay_out(forms, len(places))
         rows = programs.rows
         for column, tensors in enumerate(self._streams(states)):
-            rows[:, column] = self._addresses(tensors, is_written=column != 1)
+            rows["addresses"][:, column] = self._addresses(tensors, is_written=column != 1)
         programs.find_aligned(self.row.layout.num_scaled)
-        rows[:, PLACE["format"]] = [FORMATS[state.gradient.dtype] for state in states]
-        rows[:, PLACE["number"]] = [places[numbers] for numbers in batch.values()]
+        rows["format"] = [FORMATS[state.gradient.dtype] for state in states]
+        rows["number"] = [places[numbers] for numbers in batch.values()]
         for row, numbers in zip(programs.numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key

@@ -18,13 +18,11 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.planes import INTEGER, planes_of
+from narrowgauge.optim.planes import INTEGER, planes_of, spread
 from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import LocalState
-
-Scales = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def integers_of(values: Tensor) -> Tensor:
@@ -46,14 +44,14 @@ def word_of(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Hold some elements: views of the weight, the planes by name, the multipliers of their rows,
-    and of ``arguments``.
+    """Hold some rows: views of the weight, the planes and the bounds of blocks by name, and of
+    ``arguments``.
     """
 
     storage: Storage
     weight: Tensor
     planes: Mapping[str, Tensor]
-    scales: Scales
+    bounds: Mapping[str, Tensor]
     arguments: Sequence[Tensor]
 
     def lane(self, gradient: Tensor | None = None) -> Lane:
@@ -63,7 +61,15 @@ class Span:
             gradient = torch.zeros_like(self.weight, dtype=torch.float32)
         else:
             gradient = gradient.float()
-        return codes.lane_of(self.storage, word_of(self.weight), gradient, words, self.scales)
+        scales = {}
+        for name, bound in self.bounds.items():
+            into, back = codes.multipliers(bound)
+            scales[name] = self.spread(into), self.spread(back)
+        return codes.lane_of(self.storage, word_of(self.weight), gradient, words, scales)
+
+    def spread(self, of_blocks: Tensor) -> Tensor:
+        """Return a value of each block for each of its elements."""
+        return spread(of_blocks, self.weight.shape[1])
 
     def store(self, fields: Mapping[str, Tensor]) -> None:
         """Write fields in place. Other fields stay."""
@@ -86,7 +92,6 @@ class Span:
 def spans(
     state: LocalState,
     *arguments: Tensor,
-    scales: Scales | None = None,
     at_once: int | None = None,
     writes: bool = False,
 ) -> Iterator[Span]:
@@ -94,15 +99,12 @@ def spans(
 
     Args:
         arguments: tensors in the parameter's shape.
-        scales: replace the multipliers of the bounds.
         at_once: elements of a span, about.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
     visible = getattr(torch, state.storage.visible)
     live = [state.parameter.detach().to(visible), *state.planes.values()]
     tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]
-    if scales is None:
-        scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
     rows, columns = state.form
     if at_once is None:
         at_once = chunk_size(live[0].device)
@@ -113,8 +115,8 @@ def spans(
         part = slice(start, start + most)
         weight, *others = [tensor[part] for tensor in tensors]
         planes = dict(zip(state.planes, others, strict=False))
-        local = {name: (into[part], back[part]) for name, (into, back) in scales.items()}
-        yield Span(state.storage, weight, planes, local, others[len(planes) :])
+        bounds = {name: bound[part] for name, bound in state.bounds.items()}
+        yield Span(state.storage, weight, planes, bounds, others[len(planes) :])
     first = 0 if writes else 1
     for tensor, memory in list(zip(live, tensors, strict=False))[first:]:
         if memory.data_ptr() != tensor.data_ptr():  # a copy of what is not dense

@@ -1,4 +1,4 @@
-"""Models: the architecture of a preset, a ``config.json`` or a model of the hub's cache.
+"""Models: the architecture of a preset, a ``config.json``.
 
 A preset answers at once. transformers builds a ``config.json`` on the meta device, without memory.
 We read its parameters and guess none.
@@ -6,9 +6,7 @@ We read its parameters and guess none.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.shapes import Architecture, Layers, Weight
-from narrowgauge.spec.models import MODELS, refuse_own_code
+from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.toml import load_data
 
 
@@ -122,21 +120,14 @@ def read_model(text: str) -> Architecture:
     file = Path(text).expanduser()
     if file.is_dir():
         file = file / "config.json"
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) and not file.exists():
-        require_package("transformers")
-        from huggingface_hub import try_to_load_from_cache
-
-        with contextlib.suppress(ValueError):  # no name of the hub
-            file = Path(str(try_to_load_from_cache(text, "config.json")))
     if not key or not file.is_file():
         near = suggestion(key, (*MODELS, *PRESET_NAMES))
-        advice = "narrowgauge plan run --help names the presets. hf download ORG/NAME config.json caches one of the hub."
+        advice = "narrowgauge plan run --help names the presets; hf download ORG/NAME config.json prints a path."
         raise RecipeError(f"no model and no config.json is named {text!r}.", near or advice)
     try:
         config = {**json.loads(file.read_bytes())}
     except (OSError, TypeError, ValueError, RecursionError) as error:
         advice = "It must be a Hugging Face config.json."
         raise DataError(f"Cannot read {file}: {error}.", advice) from error
-    refuse_own_code(file)
     require_package("transformers")
     return of_config(config, text)

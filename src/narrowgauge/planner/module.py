@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from narrowgauge.errors import DataError
 from narrowgauge.planner.ask import shares_of
 from narrowgauge.planner.memory import FRAGMENTATION, outside_bytes
-from narrowgauge.spec.chips import Chip, read_chip
+from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse
 
 
@@ -103,7 +103,7 @@ def plan_module(
             state += parameter.numel() * max(0.0, width - 2 * size)
     state /= chips
     peak = state + (1 + FRAGMENTATION) * step_bytes + outside_bytes(chips)
-    kind = read_chip(chip)
+    kind = get_chip(chip)
     seconds = operations / kind.peak_flops / shares_of(kind)["linear"]
     return ModulePlan(kind, chips, trained, state, step_bytes, peak, operations, seconds)
 

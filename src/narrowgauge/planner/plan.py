@@ -17,7 +17,7 @@ from narrowgauge.planner.program import Program, Tuning, read_program
 from narrowgauge.planner.search import Fixed, search
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.words import Plan
-from narrowgauge.spec.chips import Chip, read_chip
+from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.kernels import multiplies
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -103,7 +103,7 @@ def answers(
 
     Args:
         recipes: names or recipes; the usual ones if none is named.
-        chip, chips: names (``narrowgauge show chips``) or files, and numbers, 1 by default.
+        chip, chips: names (``narrowgauge show chips``) or rows, and numbers, 1 by default.
         cluster: files or values instead.
         sequence_length: in tokens; None for 4096, or for fewer positions.
         tokens_per_step: of all chips; None for four million.
@@ -174,7 +174,7 @@ def machines_of(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
         yield where if isinstance(where, Cluster) else read_cluster(where)
     for kind in kinds:
         for count in counts or [1]:
-            yield cluster_of(kind if isinstance(kind, Chip) else read_chip(kind), count)
+            yield cluster_of(kind, count)
 
 
 def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:

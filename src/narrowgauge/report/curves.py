@@ -6,15 +6,15 @@ from the baseline's run of the same seed, and one recipe as its losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from narrowgauge.measuring.columns import Series, column
-from narrowgauge.report.interval_figure import colour_of
+from narrowgauge.report.interval_figure import COLOURS
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import number
 
 MOST_POINTS = 400
 """A longer line is drawn by means of equal parts."""
@@ -31,15 +31,14 @@ class PageRun(NamedTuple):
     seed: int
 
 
+class Series(NamedTuple):
+    """The points of one line, in the order of the record. NaN marks a value that is not finite."""
+
+    x: Any
+    y: Any
+
+
 Line = tuple[PageRun, Series]
-
-
-class Curve(NamedTuple):
-    """A figure: its title, what it shows, and Plotly's data and layout."""
-
-    title: str
-    caption: str
-    figure: dict[str, Any]
 
 
 _DIFFERENCE = (
@@ -57,13 +56,17 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
-    """Return the figures of runs. One that would hold no line of two points is left out."""
+def curves_of(
+    runs: Sequence[PageRun], baseline: str | None
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the figures of runs: title, caption, and Plotly's data and layout.
+
+    One that would hold no line of two points is left out.
+    """
     baseline = baseline or runs[0].label
     is_compared = any(run.label != baseline for run in runs)
-    curves = []
     for title, table, name, caption in _FIGURES:
-        lines = [(run, column(run.run, table, name)) for run in runs]
+        lines = [(run, _column(run.run, table, name)) for run in runs]
         least = 0.0
         if is_compared and caption is _LOSS:
             lines = _differences(lines, baseline)
@@ -72,8 +75,15 @@ def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
             least = SMALLEST
         figure = _figure(lines, least)
         if figure["data"]:
-            curves.append(Curve(title, caption, figure))
-    return curves
+            yield title, caption, figure
+
+
+def _column(run: Run, table: str, name: str) -> Series:
+    """Return a column over the steps, without the rows that lack it."""
+    rows = [row for row in getattr(run, table) if row.get(name) is not None]
+    values = np.array([number(row[name]) for row in rows], float)
+    steps = np.array([row["step"] for row in rows], float)
+    return Series(steps, np.where(np.isfinite(values), values, np.nan))
 
 
 def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
@@ -94,9 +104,9 @@ def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
 
 def thinned(line: Series, most: int = MOST_POINTS) -> Series:
     """Return at most ``most`` points: the last step and the mean of equal parts, back from the end."""
-    size = max(1, -(-len(line) // most))
-    count = len(line) // size
-    first = len(line) - count * size
+    size = max(1, -(-len(line.x) // most))
+    count = len(line.x) // size
+    first = len(line.x) - count * size
     parts = line.y[first:].reshape(count, size)
     return Series(line.x[first + size - 1 :: size], parts.mean(1))
 
@@ -106,10 +116,10 @@ def _figure(lines: Sequence[Line], least: float) -> dict[str, Any]:
     values: list[float] = []
     shown: set[str] = set()
     for run, line in lines:
-        if len(line) < 2:
+        if len(line.x) < 2:
             continue
         points = thinned(line)
-        values += points.finite.tolist()
+        values += points.y[np.isfinite(points.y)].tolist()
         name = plain(run.label)
         data.append(
             {
@@ -120,7 +130,7 @@ def _figure(lines: Sequence[Line], least: float) -> dict[str, Any]:
                 "name": name,
                 "legendgroup": name,
                 "showlegend": name not in shown,
-                "line": {"color": colour_of(run.recipe), "width": 1.6},
+                "line": {"color": COLOURS[run.recipe % len(COLOURS)], "width": 1.6},
                 "hovertemplate": f"step %{{x}}: %{{y:.5~g}}<extra>seed {run.seed}</extra>",
             }
         )

@@ -7,7 +7,6 @@ the colour of the text around them, so one drawing serves a light and a dark pag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from html import escape
 
 from narrowgauge.measuring.comparison import Comparison, shown_difference
@@ -38,19 +37,6 @@ _TICK = """\
 <text x="{x}" y="{text_y}" text-anchor="middle">{value:+.2g}</text>"""
 
 
-def colour_of(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _drawn(comparison: Comparison) -> Iterator[tuple[Row, float, float, float]]:
-    """Yield each row that has a finite difference, with its mean and the ends of its interval."""
-    for row in comparison.rows:
-        mean = row["difference"]
-        if mean is not None and math.isfinite(mean):
-            low, high = row["difference_interval"] or (mean, mean)
-            yield row, mean, low, high
-
-
 def interval_figure(comparison: Comparison) -> str:
     """Return an SVG of the paired differences with their 95 % intervals; empty without any.
 
@@ -59,7 +45,12 @@ def interval_figure(comparison: Comparison) -> str:
     """
     threshold = comparison.acceptable
     labels = [row["recipe"] for row in comparison.rows]
-    drawn = list(_drawn(comparison))
+    drawn: list[tuple[Row, float, float, float]] = []
+    for row in comparison.rows:
+        mean = row["difference"]
+        if mean is not None and math.isfinite(mean):
+            low, high = row["difference_interval"] or (mean, mean)
+            drawn.append((row, mean, low, high))
     if not drawn or not 0 < threshold < math.inf:
         return ""
     farthest = max(max(abs(low), abs(high)) for _, _, low, high in drawn)
@@ -72,7 +63,7 @@ def interval_figure(comparison: Comparison) -> str:
     marks = []
     y = 8
     for row, mean, low, high in drawn:
-        colour = colour_of(labels.index(row["recipe"]))
+        colour = COLOURS[labels.index(row["recipe"]) % len(COLOURS)]
         words = escape(shown_difference(row))
         texts = {"recipe": escape(row["recipe"]), "words": words, "colour": colour}
         places = {"low": x_of(low), "mean": x_of(mean), "high": x_of(high)}

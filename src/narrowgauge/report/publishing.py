@@ -62,26 +62,21 @@ def report(
         )
     first = Path(paths[0])
     folder = first.parent if first.is_file() else first
-    page = Path(out or folder / "report.html")
-    require_page(page)
     runs = read_runs(paths, say)
-    return write_report(compare_runs(runs), runs, page, inline=inline)
-
-
-def require_page(page: Path) -> None:
-    """Refuse to replace a file that is not a page of ours."""
-    if page.exists() and not is_page(page):
-        raise RecordError(
-            f"Cannot write {page}: what is there is no page of Narrowgauge's.",
-            "Name a file, for instance --out page.html.",
-        )
+    return write_report(
+        compare_runs(runs), runs, Path(out or folder / "report.html"), inline=inline
+    )
 
 
 def write_report(
     comparison: Comparison, runs: Sequence[Run], page: Path, *, inline: bool = False
 ) -> Path:
     """Write the page of a comparison, or replace one of ours. Return its path."""
-    require_page(page)
+    if page.exists() and not is_page(page):
+        raise RecordError(
+            f"Cannot write {page}: what is there is no page of Narrowgauge's.",
+            "Name a file, for instance --out page.html.",
+        )
     require_package("plotly")
     # Imported late: Plotly takes a second to load.
     from plotly.offline import get_plotlyjs

@@ -8,12 +8,10 @@ chip. Every link rate is in one direction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, suggestion
-from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
-from narrowgauge.spec.values import require_number
+from narrowgauge.errors import ChipError, suggestion
+from narrowgauge.spec.toml import load_data
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,16 +57,6 @@ class Chip:
     official: bool = True
     device: str = ""
 
-    def __post_init__(self) -> None:
-        for row in fields(self):
-            value = getattr(self, row.name)
-            is_whole = row.type.startswith("int")
-            is_number = is_whole or row.type.startswith("float")
-            if is_number and value is not None and (row.name, value) != ("link_gb_per_second", 0):
-                require_number(row.name, value, is_whole=is_whole, is_open=True)
-        for format, rate in self.peak_tflops.items():
-            require_number(f"peak_tflops.{format}", rate, is_open=True)
-
     @property
     def target(self) -> str:
         """Return its name in compilers and :mod:`narrowgauge.spec.kernels`, such as ``sm90``."""
@@ -105,30 +93,6 @@ class Chip:
 
 
 CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
-
-
-def read_chip(name: str | Path) -> Chip:
-    """Return a chip by name, or from a TOML file: the chip that it is ``like``, and the fields that
-    differ.
-
-    Raises:
-        ChipError, DataError: the name, the file or a field is unknown.
-    """
-    path = Path(name)
-    if path.suffix != ".toml":
-        return get_chip(str(name))
-    example = 'Write like = "H100-SXM", and the fields that differ.'
-    table = read_file(path, "chip", example)
-    refuse_unknown(table, ["like", *(row.name for row in fields(Chip))], f"The chip {path}")
-    if "like" not in table:
-        raise ChipError(f"{path} does not say its like.", example)
-    like = get_chip(str(table.pop("like")))
-    try:
-        return replace(like, **{"name": path.stem, **table})
-    except (AttributeError, NarrowgaugeError) as error:  # peak_tflops is no table, or no number
-        raise DataError(
-            f"Cannot read the chip {path}: {error}", "See narrowgauge show chips."
-        ) from None
 
 
 def get_chip(name: str) -> Chip:

@@ -9,12 +9,11 @@ a 16-bit format alone, by which libraries mean different weights and moments. Wi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.recipes import Recipe, is_pair
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_data
@@ -59,16 +58,6 @@ def compute_name(part: str) -> str:
         if "/" not in recipe:
             return recipe
     return spelled(part)
-
-
-def full_names() -> list[str]:
-    """List all valid ``compute/storage`` names, in the order of the tables."""
-    names = []
-    for compute, storage in product(COMPUTES.values(), STORAGES.values()):
-        name = f"{compute.name}/{storage.short_name}"
-        if is_pair(compute, storage) and name not in REFUSED:
-            names.append(name)
-    return names
 
 
 def representative_names() -> list[str]:
@@ -126,7 +115,7 @@ def parse(value: Any) -> Recipe:
         # A storage alone is a likely mistake, and not similar to any full name.
         near = f"Did you mean 'bfloat16/{name}'?"
         if name not in STORAGES:
-            near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
+            near = suggestion(name, [*ALIASES, *representative_names(), *COMPUTES])
         raise RecipeError(f"no recipe is named '{value}'.", f"{near} {_SEE}".strip())
     compute = get_compute(parts[0])
     name = parts[1] if len(parts) > 1 else compute.default_storage

@@ -4,7 +4,7 @@ they are rounded to.
 A :class:`Code` rounds a float32 to fewer bits. The upper bits of a weight are the bfloat16 (or
 float16) that the model sees. Its *tail* is the signed remainder: both together give the stored
 value back exactly. A code of a moment keeps a few exponent and mantissa bits of the float32, or of
-the float32 divided by a power of two that its row shares. The published baselines store a second
+the float32 divided by a power of two that its block shares. The published baselines store a second
 *number* instead, the low part of an expansion. A NaN loses its sign and payload, which differ
 between processors. It is stored as the positive quiet NaN. A code without NaN stores its largest
 positive value (a float16 weight infinity).
@@ -43,7 +43,7 @@ class Code:
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
         hold: never round a positive value to zero, since a second moment of zero makes the next
             step unbounded. In an expansion this holds for the leading part.
-        scaled: the window is relative to a power of two, one per row of a matrix.
+        scaled: the window is relative to a power of two, one per block of 256 in a row of a matrix.
         parts: number of words per value, one or two: the second is the remainder that the first
             leaves.
     """
@@ -115,18 +115,18 @@ CODES: dict[str, Code] = {
     # placed so that gradients from 2^-38 to 2^24 survive.
     "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-38),
     "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-76, hold=True),
-    # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to
+    # Windows that end at the power of two above their block's amax. Normal values of e5 reach down to
     # 2^-30 of it.
-    "e4m3-row": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
-    "e5m3-row": Code(
+    "e4m3-block": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
+    "e5m3-block": Code(
         "e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True
     ),
-    "float16-row": Code("float16 of its row", 5, 10, lowest=-30, scaled=True),
-    "float16-row-held": Code(
-        "float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True
+    "float16-block": Code("float16 of its block", 5, 10, lowest=-30, scaled=True),
+    "float16-block-held": Code(
+        "float16 of its block", 5, 10, signed=False, lowest=-30, hold=True, scaled=True
     ),
-    "float16-row-pair-held": Code(
-        "float16 + float16 of its row", 5, 10, lowest=-30, hold=True, scaled=True, parts=2
+    "float16-block-pair-held": Code(
+        "float16 + float16 of its block", 5, 10, lowest=-30, hold=True, scaled=True, parts=2
     ),
 }
 """Codes by name. A row of the table writes ``weight+first moment+second moment``."""
@@ -270,7 +270,7 @@ class Storage:
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """Return the states stored relative to a power of two per row."""
+        """Return the states stored relative to a power of two per block."""
         return tuple(name for name, role in self.states if self.code(role).scaled)
 
     @property
@@ -306,7 +306,7 @@ class Storage:
     def gradients(self) -> tuple[float, float]:
         """Return the smallest and the largest gradient whose moments a storage holds.
 
-        A code that follows its row, or has float32's own exponents, holds all.
+        A code that follows its block, or has float32's own exponents, holds all.
         """
         least, most = 0.0, math.inf
         for code, power in ((self.exp_avg, 1), (self.exp_avg_sq, 2)):
@@ -361,17 +361,17 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge: one 32-bit word of state per bfloat16 weight",
         ),
         _row(
-            "compact", "bfloat16", "tail8+e4m3-row+e5m3-row", fallback="split",
-            loses="8 bits of the weight, 20 of each moment, all stochastic; first moments under 2^-17 of their row's range",
+            "compact", "bfloat16", "tail8+e4m3-block+e5m3-block", fallback="split",
+            loses="8 bits of the weight, 20 of each moment, all stochastic; first moments under 2^-17 of their block's range",
             source="Narrowgauge; the bytes of FlashOptim (2602.23349)",
         ),
         _row(
-            "states8", "bfloat16", "bfloat16-stochastic+e4m3-row+e5m3-row",
+            "states8", "bfloat16", "bfloat16-stochastic+e4m3-block+e5m3-block",
             loses="16 bits of the weight, 20 of each moment, all stochastic: no bias, noise of 2^-8 per step",
             source="Narrowgauge; the bytes that FP8 end-to-end training claims",
         ),
         _row(
-            "float32-states8", "float32", "float32+e4m3-row+e5m3-row", vectors="float32", fallback="float32",
+            "float32-states8", "float32", "float32+e4m3-block+e5m3-block", vectors="float32", fallback="float32",
             loses="20 bits of each moment, stochastic; nothing of the weight, which the model sees in float32",
             source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
         ),
@@ -430,32 +430,32 @@ STORAGES: dict[str, Storage] = {
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
         ),
         _row(
-            "float16/collage-light", "float16", "float16-pair+float16-row+float16-row-held",
+            "float16/collage-light", "float16", "float16-pair+float16-block+float16-block-held",
             vectors=None, fallback="float16/split",
             arithmetic="expansion",
-            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their row's largest",
+            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their block's largest",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
-            "float16/collage-plus", "float16", "float16-pair+float16-row+float16-row-pair-held",
+            "float16/collage-plus", "float16", "float16-pair+float16-block+float16-block-pair-held",
             vectors=None, fallback="float16/split",
             arithmetic="expansion",
-            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their row's largest",
+            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their block's largest",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
-            "float16/stochastic", "float16", "float16-stochastic+float16-row+float16-row-held", vectors=None,
+            "float16/stochastic", "float16", "float16-stochastic+float16-block+float16-block-held", vectors=None,
             fallback="float16/split",
-            loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its row",
+            loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its block",
             source="Narrowgauge; stochastic rounding as in Ozkara et al. 2025 (2502.20566), in float16",
         ),
         # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below
         # relevant weights.
         _row(
-            "scalify-float16/scaled16", "float16", "float16+float16-row+float16-row-held", vectors="float16/master",
+            "scalify-float16/scaled16", "float16", "float16+float16-block+float16-block-held", vectors="float16/master",
             fallback="float16/split",
             loses="every update below half an ulp (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
-            source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
+            source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by block",
         ),
     )
 }  # fmt: skip

@@ -132,13 +132,13 @@ def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool)
 
     Raises:
         RecipeError: Collage's arithmetic is published for AdamW alone. Matrix rules compute in
-            float32. Scales by row beside a weight must be known before the step, and a matrix
+            float32. Scales by block beside a weight must be known before the step, and a matrix
             rule's result is not.
     """
     if is_matrix and storage.scaled:
         raise RecipeError(
             f"Cannot step rule '{rule}' in storage '{storage.name}' because its "
-            f"'{storage.scaled[0]}' has scales by row, which "
+            f"'{storage.scaled[0]}' has scales by block, which "
             "a matrix rule does not know before the step.",
             "Take a storage such as 'word' or 'master'.",
         )

@@ -26,7 +26,7 @@ from narrowgauge.measuring.beside import (
     tensors_in,
 )
 from narrowgauge.measuring.units import FINEST, UNITS, unit_of
-from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.formats import FORMATS, dtype_name
 
 WIDE = torch.float64
 _PRODUCTS = (
@@ -41,7 +41,7 @@ _BY_VALUE = (
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
-_KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_backward")
+_KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "threshold_backward", "hardtanh_backward")
 _FEWEST = 64
 """Elements of a cast whose range is judged."""
 
@@ -63,7 +63,8 @@ class Wide:
         at_end: largest share of a cast's values that reach the end of an 8-bit format, by site.
         cast_errors: largest error of a cast, in roundings of its format, by site.
         misread: sites where bytes of one 8-bit format are read as another's.
-        working: unit roundoff of the coarsest product in forward, or of a cast to 8 bits.
+        coarsest: unit roundoff and name of the coarsest format of a product in forward, or of a cast to
+            8 bits.
         cuts: operations that are not followed.
         draws: whether an operation drew random numbers.
         flips: whether a choice, or a unit of a kink, is another one without roundings.
@@ -83,7 +84,7 @@ class Wide:
         self.at_end: dict[str, float] = {}
         self.cast_errors: dict[str, float] = {}
         self.misread: set[str] = set()
-        self.working = FINEST
+        self.coarsest = (FINEST, "float32")
         self.cuts: dict[str, None] = {}
         self.draws = self.flips = False
         self._shadows = ByStorage()
@@ -243,12 +244,15 @@ class Wide:
         self.rounds.setdefault(op.site, set()).add(op.name)
         is_product = op.name in _PRODUCTS and not op.is_backward
         if is_product or first.element_size() == 1:
-            self.working = max(self.working, unit_of(first.dtype))
+            self._take_format(first.dtype)
         if op.site in self.chosen:
             for x in narrow:
                 self.of(x).copy_(self.of(x).to(x.dtype))
         if op.name in ("_to_copy", "copy_") and first.numel() >= _FEWEST:
             self._judge_cast(op.site, first, op.operands[-1].to(WIDE))
+
+    def _take_format(self, dtype: torch.dtype) -> None:
+        self.coarsest = max(self.coarsest, (unit_of(dtype), dtype_name(dtype)))
 
     def _judge_cast(self, site: str, values: Tensor, source: Tensor) -> None:
         """Note what a cast loses at the ends of its format."""
@@ -268,13 +272,12 @@ class Wide:
 
     def _follow_layer(self, op: Operation) -> None:
         """Multiply the shadows of a narrow layer's operands, as they are before the casts."""
-        units = [self.working, unit_of(op.operands[0].dtype)]
+        self._take_format(op.operands[0].dtype)
         for cast in op.layer.compute.casts.values():
             if cast is not None:
                 row = FORMATS[cast.format]
                 unit = 0.5 / row.max if cast.format.startswith("int") else row.epsilon / 2
-                units.append(float(unit))
-        self.working = max(units)
+                self.coarsest = max(self.coarsest, (float(unit), cast.format))
         self.layers.add(op.site)
         self.rounds.setdefault(op.site, set()).add(op.name)
         first, second, third = op.args[:3]
@@ -282,7 +285,7 @@ class Wide:
         results = op.result
         if is_forward:
             results = results[:1]
-            self._inputs.put(op.result[1], self.of(first).clone())
+            self._inputs.put(op.result[1].data, self.of(first).clone())
         if not all(map(self.follows, op.operands)):
             self._lose(tensors_in(results))
             return

@@ -36,8 +36,8 @@ class Rule:
         squares: the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
         monotone: whether larger magnitudes of gradient, weight and old states give larger
-            magnitudes of new states. Then the largest of a row bound its new states: storages with
-            a scale for each row of a state need it.
+            magnitudes of new states. Then the largest of a block bound its new states: storages with
+            a scale for each block of a state need it.
         decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps
             again with 0 in its place. Empty without one.
 
