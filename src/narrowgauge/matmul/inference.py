@@ -26,7 +26,6 @@ from narrowgauge.matmul.swapping import chosen_layers
 from narrowgauge.numerics.widening import bias_gradient, linear, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_support.machine import require_float64
 
 NAMES = ("weight_codes", "weight_scales", "block_scales")
 """The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte and scales
@@ -239,7 +238,6 @@ def quantize_for_inference(
         >>> model[0].weight_codes.nbytes, model[0].weight_scales.nbytes
         (262144, 2048)
     """
-    require_float64(model.parameters())
     compute = with_codes(compute)
     layers = chosen_layers(model, compute, keep, roles_of(model, warns=True))
     for name, (module, _) in layers.items():

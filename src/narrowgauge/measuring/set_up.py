@@ -15,7 +15,6 @@ from narrowgauge.measuring.passes import inner_name
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.torch_support.machine import require_float64
 
 NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
@@ -91,7 +90,6 @@ def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
 
 def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
     """Return the set-up of a model and an optimizer, or a list of them, possibly wrapped."""
-    require_float64(model.parameters())
     optimizers: list[torch.optim.Optimizer] = []
     for inner in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
