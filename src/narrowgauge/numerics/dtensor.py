@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, also a replicated one."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def _splits(placement: Any) -> bool:

@@ -160,11 +160,7 @@ class Sample:
         return torch.stack([part.sum(0) for part in parts])
 
 
-def _versions(states: States) -> list[int]:
+def _versions(states: States) -> tuple[list[int], list[int]]:
     """Return what changes when anything but a kernel writes the states, or others take their place."""
-    versions = []
-    for state in states:
-        versions.append(id(state.owner))
-        for plane in state.planes.values():
-            versions.append(plane._version)
-    return versions
+    owners = [id(state.owner) for state in states]
+    return owners, [plane._version for state in states for plane in state.planes.values()]

@@ -53,17 +53,12 @@ class Spec(NamedTuple):
 def specs_of(parameter: Tensor, kernel: Kernel, extras: Shapes) -> list[Spec]:
     """Return the local tensors of a parameter's state."""
     shape = local_of(parameter).shape
-    key = shape, parameter.shape
-    if key in kernel.specs and not extras:  # each step asks for each tensor
-        known: list[Spec] = kernel.specs[key]
-        return known
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
         form = bounds_shape(shape, row_dims(parameter.shape))
         specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, form))
     for name, form in extras.items():
         specs.append(Spec("extras", name, name, torch.float32, form))
-    kernel.specs[key] = specs
     return specs
 
 
@@ -100,11 +95,11 @@ def check_tensor(
     """Refuse a value that cannot be the local tensor ``name`` of a kernel's state."""
     if isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape:
         return
-    has = f"has no '{name}'"
+    given = "nothing"
     if isinstance(value, Tensor):
-        has = f"has a '{name}' of {dtype_name(value.dtype)} and shape {tuple(value.shape)}"
+        given = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
     raise RecipeError(
-        f"Cannot use a state that {has}: rule '{kernel.rule.name}' in storage "
+        f"Cannot use {given} as '{name}' of a state: rule '{kernel.rule.name}' in storage "
         f"'{kernel.storage.name}' needs {dtype_name(dtype)} of shape {tuple(shape)}.",
         "Set formats, shapes and options (storage, rule, rank, momentum) before the first step, and "
         "load states of the same ones. ng.to_torch_state(old) converts others.",
@@ -142,8 +137,8 @@ class LocalState:
         self.step = int(entry["step"])
         self.gradient: Any = None
         self.change: Any = None
-        strange = kernel.packed_names & entry.keys()
-        if strange:
+        if not kernel.packed_names.isdisjoint(entry):
+            strange = kernel.packed_names & entry.keys()
             raise RecipeError(
                 f"Cannot step with '{min(strange)}' in a state whose '{min(strange)}' is packed.",
                 "Remove it, and call optimizer.adopt(weights, states).",
@@ -155,11 +150,16 @@ class LocalState:
         self.planes: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
         self.extras: dict[str, Tensor] = {}
+        key = self.parameter.shape, owner.shape
+        specs = kernel.specs.get(key)  # each step asks for each tensor
+        if specs is None or extras:
+            specs = kernel.specs[key] = specs_of(owner, kernel, extras)
+        into = vars(self)
         device = self.parameter.device
-        for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
-            value: Any = entry.get(name)
-            local: Any = local_of(value)
-            if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
+        for kind, field, name, dtype, shape in specs:
+            value = entry.get(name)
+            local = local_of(value)
+            if value is None or local.dtype is not dtype or local.shape != shape:
                 check_tensor(name, local, dtype, shape, kernel)
             if local.device != device:  # the model has moved
                 entry[name] = value.to(device)
@@ -167,7 +167,7 @@ class LocalState:
             self.tensors[name] = local
             if kind == "bounds":
                 local = local.view(block_form)
-            getattr(self, kind)[field] = local
+            into[kind][field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from narrowgauge.errors import NarrowgaugeError, require_package
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.measuring.comparison import Comparison
 from narrowgauge.measuring.diagnose import diagnose
 from narrowgauge.measuring.labels import run_labels, seed_of
@@ -113,14 +113,12 @@ def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
-    require_package("plotly")
     from plotly.io import to_html
 
-    config = {"displayModeBar": False}
     parts = []
     for number, (title, caption, figure) in enumerate(curves_of(runs, comparison.baseline)):
         drawing = to_html(
-            figure, config, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
+            figure, {"displayModeBar": False}, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
             div_id=f"curve-{number}",
         )  # fmt: skip
         caption = f"<figcaption>{caption}</figcaption>"
