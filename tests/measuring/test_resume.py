@@ -121,29 +121,6 @@ def test_the_cause_comes_before_what_follows_from_it() -> None:
     assert any("2 steps after the load" in line for line in result.lines)
 
 
-def test_a_second_resume_in_an_epoch_is_checked_like_the_first() -> None:
-    """KempnerInstitute/KempnerForge#57: the place counts from the resume, not from the start.
-
-    A batch that is None after the load is not compared there.
-    """
-
-    def loop(start: int) -> tuple[Any, Any]:
-        places = [start]
-
-        def step() -> dict[str, Any]:
-            places.append(places[-1] + 1)
-            return {"batch": torch.tensor(places[-1] % 5)}
-
-        return step, lambda: len(places) - 1
-
-    def restored(saved: int) -> Any:
-        return {"batch": None}, loop(saved)[0]
-
-    assert ng.check_resume(*loop(0), restored, steps=3).ok
-    result = ng.check_resume(*loop(1), restored, steps=3)
-    assert [r.tensor for r in result] == ["batch"] and "3 steps after the load" in str(result)
-
-
 def of_seed(state_of: Callable[[int], Any]) -> Any:
     """Check a resume whose state was made from 3 and is made from 7."""
     saved, fresh = ({"state": state_of(seed)} for seed in (3, 7))

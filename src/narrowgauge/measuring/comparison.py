@@ -37,8 +37,7 @@ FIT = (BASELINE, "better", "within the noise")
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
     "val_loss": statistics.fmean, "bytes_per_param": statistics.median,
-    "tokens_per_second": statistics.median, "step_ratio": statistics.median,
-    "step_memory_bytes": max, "edq": statistics.median,
+    "tokens_per_second": statistics.median, "step_memory_bytes": max, "edq": statistics.median,
 }  # fmt: skip
 """The metrics of a row, and how they are taken over the seeds that count."""
 
@@ -50,7 +49,7 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``edq`` (of the
+            ``step_memory_bytes``, ``edq`` (of the
             last audits), ``diverged`` (whether any seed did), ``num_seeds``,
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.

@@ -1,11 +1,14 @@
 """``narrowgauge.same``: compare two models: weights, then modules, then log probabilities.
 
-The outputs of modules are compared with what rounding alone gives there
-(:mod:`narrowgauge.measuring.outputs`).
+The inputs and outputs of modules are recorded, and compared place by place. How much rounding
+explains is measured: beside one of the passes run float64 shadows
+(:mod:`narrowgauge.measuring.policies.wide`).
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.errors import DataError
-from narrowgauge.measuring.beside import Beside
-from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance, unit_at
+from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.beside import Beside, is_float
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
+from narrowgauge.measuring.units import FINEST, unit_of
 from narrowgauge.measuring.weights import Same, compare_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
@@ -32,6 +37,8 @@ UNUSUAL = 1 / 16
 """Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
 more sets no bound.
 """
+Outputs = dict[str, list[Tensor]]
+"""The float tensors at each place, in the order of the calls."""
 
 
 def same(first: Any, second: Any, batch: Any = None) -> Same:
@@ -77,7 +84,89 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     return result
 
 
-# ── outputs and log probabilities ─────────────────────────────────────────────────────────────────
+# ── a pass ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Recording:
+    """Record the inputs and outputs of all modules that are called.
+
+    Args:
+        forced: of an earlier pass, by place. A module there takes and returns these tensors, after
+            the pass's own were recorded. So each place shows what it does itself.
+        wide: the shadows of the pass, if it has any.
+
+    Attributes:
+        outputs: of each place; later calls of a module are places of their own.
+        shadows: of the places whose shadows are known.
+        values: what the model returns.
+    """
+
+    def __init__(self, forced: Outputs, wide: Wide | None) -> None:
+        self.forced = forced
+        self.wide = wide
+        self.outputs = Outputs()
+        self.shadows = Outputs()
+        self.values: Any = None
+        self._names = dict[nn.Module, str]()
+        self._calls = Counter[str]()
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        if module not in self._names:
+            for name, member in module.named_modules():
+                self._names.setdefault(member, name_without_adapters(name) or "the model")
+        return self._record(f"{self._names[module]}, input", args)
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        return self._record(self._names[module], result)
+
+    def _record(self, place: str, values: Any) -> Any:
+        leaves, spec = tree_flatten(values)
+        indices = [k for k, x in enumerate(leaves) if is_float(x)]
+        # A merged layer is like an adapted one only as a whole.
+        if not indices or ".base_layer" in place or ".lora_" in place:
+            return values
+        self._calls[place] += 1
+        if self._calls[place] > 1:
+            place = f"{place}, call {self._calls[place]}"
+        tensors = [leaves[k].detach() for k in indices]
+        self.outputs[place] = [x.clone() for x in tensors]
+        if self.wide is not None and all(map(self.wide.follows, tensors)):
+            self.shadows[place] = [self.wide.of(x).clone() for x in tensors]
+        if place not in self.forced:
+            return values
+        for k, x in zip(indices, self.forced[place], strict=True):
+            leaves[k] = x.to(leaves[k].dtype, copy=True)
+        return tree_unflatten(leaves, spec)
+
+    def unit(self) -> float:
+        """Return the unit roundoff of the coarsest output."""
+        return max(map(unit_at, self.outputs.values()), default=FINEST)
+
+
+def unit_at(tensors: list[Tensor]) -> float:
+    """Return the unit roundoff of the coarsest of some tensors."""
+    return max(unit_of(x.dtype) for x in tensors)
+
+
+def are_alike(first: list[Tensor] | None, second: list[Tensor] | None) -> bool:
+    """Return whether a place of two passes has tensors of the same shapes."""
+    return [x.shape for x in first or []] == [x.shape for x in second or []]
+
+
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
+    """Return the largest distance of a row of some tensors from those of another pass, relative to
+    its length. Of small rows, take a thousandth of the mean length.
+    """
+    largest = 0.0
+    for x, y in zip(first, second, strict=True):
+        if x.numel():
+            off = torch.where(x == y, 0.0, y.double() - x.double()).nan_to_num(nan=math.inf)
+            row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)
+            lengths = row.norm(dim=-1)
+            floor = 1e-3 * float(lengths.square().mean().sqrt()) + 1e-300
+            relative = torch.atleast_1d(off).norm(dim=-1) / lengths.clamp(min=floor)
+            largest = max(largest, float(relative.max()))
+    return largest
 
 
 def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Recording:
@@ -108,6 +197,9 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
     values = getattr(values, "logits", values)
     recording.values = values[0] if isinstance(values, tuple) else values
     return recording
+
+
+# ── two passes ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
@@ -151,9 +243,9 @@ def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bo
     """Return whether two passes through the same places have the same bits."""
     if any(distance(tensors, theirs[place]) for place, tensors in ours.items()):
         return False
-    if log_probs[0] is None or log_probs[1] is None:
+    if log_probs[0] is None:
         return bool(ours)
-    return torch.equal(*log_probs)
+    return log_probs[1] is not None and torch.equal(*log_probs)
 
 
 def _compare_places(
