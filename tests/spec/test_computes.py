@@ -17,8 +17,6 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Product
 from tables import exhaustive
 
-every_row = exhaustive("row", COMPUTES.values())
-
 
 def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
     assert expectations.COMPUTES.keys() == COMPUTES.keys(), (
