@@ -18,10 +18,12 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import narrowgauge as ng
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RecordError
+from narrowgauge.measuring.adapters import product_of
 from narrowgauge.measuring.same import distance
 from tables import exhaustive
 
@@ -276,6 +278,13 @@ def test_adapters_are_held_once(times: int, dtype: torch.dtype) -> None:
     assert row["adapter_times"] == pytest.approx(times - 1, abs=2e-2)
     assert result.ok == (times == 1), result
     assert any("v_proj.weight: -1.0" in line for line in result.lines) == (times == 0)
+
+
+def test_an_adapter_of_a_transposed_weight_lies_as_the_weight() -> None:
+    layer = Lora(nn.Linear(5, 3))
+    layer.base_layer = Conv1D(3, 5)
+    down, up = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    assert torch.equal(product_of(layer), 2.0 * (up @ down).T)
 
 
 def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Path) -> None:
