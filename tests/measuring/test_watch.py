@@ -247,17 +247,6 @@ def test_a_healthy_loop_is_silent(name: str) -> None:
     assert [reading.what for reading in loop.readings if reading.severity != "note"] == []
 
 
-def test_a_step_of_another_optimizer_is_no_skipped_step() -> None:
-    loop = Loop()
-    watched = loop.optimizer
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-3)
-    loop.run(30)
-    assert loop.readings == [] and "skipped" not in loop.watcher.meter.last
-    loop.optimizer = watched
-    loop.run(1)
-    assert loop.watcher.meter.last["skipped"] is False
-
-
 def test_steps_that_a_grad_scaler_skips_are_recorded(tmp_path: Path) -> None:
     def overflow(loop: Loop) -> None:
         scaled(loop, 1024.0)
