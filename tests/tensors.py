@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.metrics import UPDATE_SUMS, change_terms
 from narrowgauge.runs.schema import METRICS, Row
-from narrowgauge.spec.storages import Code, width_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -136,11 +134,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
             event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())
         )
     )
-
-
-def bytes_alone(code: Code, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word."""
-    return math.prod(shape) * width_of([(code.name, code.bits)]) // 8
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:

@@ -117,35 +117,6 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
     in_a_new_process(LOAD.format(modules=modules, forbidden=EXPENSIVE))
 
 
-# Files that read a gradient where it lies: of leaves that are no parameters, as an object with an
-# identity, or to put it back.
-READ_GRADIENTS_IN_PLACE = {
-    "measuring/places.py",
-    "numerics/dtensor.py",
-    "torch_support/put_back.py",
-    "optim/parameter_formats.py",
-}
-
-
-def test_a_gradient_has_one_door() -> None:
-    """A gradient may be a rank's part of a sum: only ``gradient_of`` reads one, others ask whether
-    there is one.
-    """
-    offenders = set()
-    for file in SOURCE.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        asked = set()
-        for node in nodes:
-            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
-                asked.add(id(node.left))
-        for node in nodes:
-            is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-            is_grad = is_read and node.attr == "grad" and ast.unparse(node) != "torch.autograd.grad"
-            if is_grad and id(node) not in asked:
-                offenders.add(file.relative_to(SOURCE).as_posix())
-    assert offenders == READ_GRADIENTS_IN_PLACE
-
-
 def test_nothing_acts_at_the_interpreter_s_exit() -> None:
     """A process group ends in the context that made it."""
     assert [module for module, names in imports().items() if "atexit" in names] == []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.writer import Record
@@ -131,15 +130,6 @@ def test_a_fault_of_ours_is_not_hidden(calls: Calls) -> None:
     assert isinstance(call("train", "--data", "tokens").exception, ZeroDivisionError)
 
 
-def test_too_little_memory_costs_one_line_with_advice(calls: Calls) -> None:
-    with pytest.raises(RuntimeError, match="can't allocate memory") as refusal:
-        torch.empty(1 << 60)
-    calls.answer = refusal.value
-    result = call("train", "--data", "tokens")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert "smaller batches" in result.stderr
-
-
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "narrowgauge", "show", "chips", "--json"]
     with subprocess.Popen(
@@ -147,25 +137,6 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
-
-
-LIMITED = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-from narrowgauge.cli.main import main
-main(sys.argv[1:], prog_name="narrowgauge")
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no limits on files")
-def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as out:
-        result = subprocess.run(
-            [sys.executable, "-B", "-c", LIMITED, "show", "chips"], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
-            env=ENVIRONMENT,
-        )  # fmt: skip
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
 
 
 SHORT = ["--steps", "1", "--batch-size", "1", "--sequence-length", "8", "--eval-sequences", "1"]

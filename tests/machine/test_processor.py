@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from narrowgauge.errors import ChipError
-from narrowgauge.torch_support import machine
 from narrowgauge.torch_support.machine import instruction_sets, multiplies
 from processors import pretending
 
@@ -53,9 +50,3 @@ def test_flags_of_x86_and_arm(tmp_path: Path) -> None:
     assert instruction_sets(x86) == {"fpu", "avx2", "fma"}
     assert instruction_sets(arm) == {"fp", "asimd", "bf16", "i8mm"}
     assert instruction_sets(tmp_path / "none") == frozenset()
-
-
-def test_the_gpu_of_a_mac_is_refused() -> None:
-    with pytest.raises(ChipError, match="has no float64"):
-        machine.require_float64([None, torch.zeros(1), SimpleNamespace(device=torch.device("mps"))])
-    machine.require_float64([torch.zeros(1), None])

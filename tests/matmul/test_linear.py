@@ -223,6 +223,7 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
         "encoder.self_attn.out_proj.weight": "NonDynamicallyQuantizableLinear",
         "halved.weight": "Halved",
     }
+    assert str(linears).endswith("halved.weight (Halved)")
 
 
 # ── compiled ──────────────────────────────────────────────────────────────────────────────────────

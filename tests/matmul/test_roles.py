@@ -88,6 +88,8 @@ def test_a_matrix_outside_the_blocks_is_not_narrowed() -> None:
     kept = linears.kept
     assert all(kept[name] == "outside the blocks" for name in outside)
     assert kept["blocks.7.up"] == "last block" and len(linears.layers) == 7 * 3
+    assert str(linears).startswith("21 layers are narrow; wide: into (outside the blocks), ")
+    assert str(linears).count("(") == 4 and str(linears).endswith(" and 5 more")
 
 
 def test_a_merged_model_s_layers_have_the_names_that_they_have_now() -> None:

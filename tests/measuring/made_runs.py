@@ -10,7 +10,7 @@ from narrowgauge.measuring.labels import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [
-    "recipe", "val_loss", "bytes_per_param", "tokens_per_second", "step_ratio",
+    "recipe", "val_loss", "bytes_per_param", "tokens_per_second",
     "step_memory_bytes", "edq", "diverged", "num_seeds", "difference", "difference_interval",
     "verdict",
 ]  # fmt: skip

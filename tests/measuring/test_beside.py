@@ -72,33 +72,6 @@ def test_masks_changed_in_place_change_their_shadow() -> None:
     assert torch.equal(wide.of(x.grad), expected)
 
 
-def test_a_kernel_that_takes_no_wide_operand_is_named() -> None:
-    @torch.library.custom_op("narrowgauge_test::twice", mutates_args=())
-    def twice(x: Tensor) -> Tensor:
-        assert x.dtype is torch.bfloat16
-        return x * 2
-
-    twice.register_autograd(lambda ctx, g: g * 2)
-
-    class Own(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return twice(super().forward(x))
-
-    readings = asked(Model(Own).bfloat16())
-    assert not len(readings)
-    assert "twice" in readings.unseen["the slope of the loss"]
-    assert any("not followed through twice" in words for words in readings.unseen.values())
-
-
-def test_numbers_that_are_drawn_from_activations_are_not_followed() -> None:
-    class Leaky(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.rrelu(super().forward(x), training=True)
-
-    readings = asked(Model(Leaky))
-    assert not len(readings) and "rrelu" in readings.unseen["the slope of the loss"]
-
-
 class Cast(Tensor):
     """A tensor subclass that holds float8 codes and their scale, as libraries' do."""
 

@@ -14,7 +14,6 @@ import pytest
 from measuring.made_runs import COLUMNS, MASTER, make_run, seeds
 from narrowgauge.measuring.comparison import FIT, Comparison, compare_runs
 from narrowgauge.measuring.intervals import interval
-from narrowgauge.measuring.labels import run_labels
 from narrowgauge.runs.record import Run
 
 EQUAL = (4.0, 4.1, 4.2)
@@ -44,15 +43,13 @@ def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
     comparison = compared(MASTER, group, [make_run("bfloat16/compact", 0, 4.0)])
     master, row, compact = json.loads(comparison.json())
     assert list(row) == COLUMNS
-    numbers = [row[name] for name in COLUMNS[1:9]]
-    assert numbers == [pytest.approx(4.2), 8.0, 400, None, 1 << 20, 1.0, False, 3]
+    numbers = [row[name] for name in COLUMNS[1:8]]
+    assert numbers == [pytest.approx(4.2), 8.0, 400, 1 << 20, 1.0, False, 3]
     assert row["difference"] == pytest.approx(0.1) == sum(row["difference_interval"]) / 2
     assert (master["verdict"], master["difference"]) == ("the baseline", None)
     assert compact["difference_interval"] is None
-    assert "step, x bfloat16" not in comparison.table().shown
-    assert group[0].summary is not None
-    group[0].summary["step_ratio"] = 0.5
-    assert "step, x bfloat16" in compared(group).table().shown
+    assert "late EDQ" in comparison.table().shown
+    assert "late EDQ" not in compared(word(4.0, edq=None)).table().shown
 
 
 def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
@@ -166,10 +163,3 @@ def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str) -> None:
 )
 def test_the_baseline_is_the_wider_compute_then_the_first(groups: Any, chosen: str) -> None:
     assert compared(*groups).baseline == chosen
-
-
-def test_folders_tell_runs_of_one_seed_apart() -> None:
-    runs = [make_run("bfloat16/word", seed, 4.0) for seed in (0, 1)]
-    assert run_labels(runs) == ["bfloat16/word"] * 2
-    runs.append(make_run("bfloat16/word", 0, 4.0))
-    assert run_labels(runs)[2] == "bfloat16/word (bfloat16-word-seed0)"

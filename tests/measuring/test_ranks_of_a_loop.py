@@ -77,11 +77,13 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
     (difference,) = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
+    assert "Of 2 ranks these differ there: 1." in runs.lines
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_weight_without_a_gradient_has_no_sum() -> None:
-    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_weight_without_a_gradient_has_no_sum(dtype: torch.dtype) -> None:
+    first, second = (torch.ones(2, dtype=dtype, requires_grad=True) for _ in range(2))
     sums = RankSums(ALONE, {first: "first", second: "second"})
-    sums.add_gradients({second: torch.ones(2)})
+    sums.add_gradients({second: torch.ones(2, dtype=dtype)})
     assert sums._sums[0].ne(0).tolist() == [False, True]

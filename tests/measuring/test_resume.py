@@ -1,10 +1,15 @@
-"""A resume is the same run, or says which state is not restored."""
+"""A resume is the same run, or says which state is not restored, causes first: in one process, and
+from the certificate of a checkpoint.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,140 +18,107 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.measuring.hooks import RunNotice
 
-STATEFUL = ("model", "optimizer", "schedule", "scaler")
 
-
-def loop(
-    forget: str = "", saved: Any = None, *, ours: bool = False, returns_loss: bool = False
-) -> tuple[dict[str, Any], Callable[[], Any], Callable[[], Any]]:
+class Loop:
     """A loop with dropout, a schedule, a loss scale and a data order of its own; ``forget`` is not
     restored.
     """
-    if saved is None:
-        torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if ours:
-        optimizer = ng.AdamW(model.parameters(), lr=1e-2, storage="float32", compile=False)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    objects: dict[str, Any] = dict(
-        zip(STATEFUL, (model, optimizer, schedule, scaler), strict=True), position=0
-    )
-    if saved is not None:
-        for name in STATEFUL:
-            if name != forget:
-                objects[name].load_state_dict(saved[name])
-        if forget != "position":
-            objects["position"] = saved["position"]
-        if forget != "generators":
+
+    stateful = ("model", "optimizer", "schedule", "scaler")
+
+    def __init__(self, saved: Any = None, forget: str = "", hides: str = "") -> None:
+        self.hides = hides
+        if saved is None:
+            torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        self.position = 0
+        for name, value in (saved or {}).items():
+            if name in self.stateful and name != forget:
+                getattr(self, name).load_state_dict(value)
+        if saved is not None and forget != "position":
+            self.position = saved["position"]
+        if saved is not None and forget != "generators":
             torch.set_rng_state(saved["rng"])
 
-    def step() -> Any:
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(objects["position"]))
-        objects["position"] += 1
-        loss = model(batch).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
-        optimizer.zero_grad()
-        return loss.detach() if returns_loss else {**objects, "batch": batch}
+    def objects(self) -> dict[str, Any]:
+        names = (*self.stateful, "position")
+        return {name: getattr(self, name) for name in names if name != self.hides}
 
-    def save() -> dict[str, Any]:
-        states = {name: copy.deepcopy(objects[name].state_dict()) for name in STATEFUL}
-        return {**states, "position": objects["position"], "rng": torch.get_rng_state()}
+    def loss(self) -> Any:
+        """Take the next step, and return its loss."""
+        self.batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.position))
+        self.position += 1
+        loss = self.model(self.batch).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
 
-    return objects, step, save
+    def step(self) -> dict[str, Any]:
+        self.loss()
+        return {**self.objects(), "batch": self.batch}
+
+    def save(self) -> dict[str, Any]:
+        states = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self.stateful}
+        return {**states, "position": self.position, "rng": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("returns_loss", [False, True])
-@pytest.mark.parametrize("forget", ["", *STATEFUL, "position", "generators"])
-def test_what_a_resume_forgets_is_named(forget: str, returns_loss: bool) -> None:
-    """A step that returns its loss is compared by the variables around it."""
+def load(saved: Any, **options: Any) -> Any:
+    loop = Loop(saved, **options)
+    return loop.objects(), loop.step
 
-    def load(saved: Any) -> Any:
-        objects, fresh_step, _ = loop(forget, saved, returns_loss=returns_loss)
-        return None if returns_loss else objects, fresh_step
 
-    result = ng.check_resume(*loop(returns_loss=returns_loss)[1:], load)
-    named = [r.tensor for r in result]
+FIRST = {
+    "": [], "model": ["model"], "optimizer": ["optimizer.lr", "optimizer.step", "optimizer.exp_avg", "optimizer.exp_avg_sq"],
+    "schedule": ["schedule"], "scaler": ["scaler"], "position": ["position"], "generators": ["generators"],
+}  # fmt: skip
+"""What is named where something is not restored."""
+
+
+@pytest.mark.parametrize("forget", FIRST)
+def test_what_a_resume_forgets_is_named(forget: str) -> None:
+    loop = Loop()
+    result = ng.check_resume(loop.step, loop.save, partial(load, forget=forget))
+    assert [r.tensor for r in result] == FIRST[forget], result
     if not forget:
-        assert result.ok and "every state has the bits" in str(result)
-        assert [line.rpartition("states ")[2] for line in result.lines] == [
-            "have the same bits"
-        ] * 2
-        return
-    first = {"optimizer": "optimizer.exp_avg", "position": "objects"}.get(forget, forget)
-    if forget == "position" and not returns_loss:
-        first = "position"
-    assert first in named, result
-    allowed = (forget, "optimizer.lr", "objects")
-    assert all(name.startswith(allowed) for name in named), result
+        assert "every state has the bits" in str(result)
+        counts = [line.rpartition(": ")[2].split(" of ") for line in result.lines]
+        assert all(count[1].startswith(count[0]) for count in counts) and len(counts) == 2
 
 
-def test_packed_states_of_our_optimizers_are_restored() -> None:
-    def load(saved: Any) -> Any:
-        return loop("", saved, ours=True)[:2]
+def counting(start: int) -> Callable[[], torch.Tensor]:
+    count = torch.tensor(start)
+    return lambda: count.add_(1) * 0.5
 
-    assert ng.check_resume(*loop(ours=True)[1:], load).ok
+
+def test_a_step_that_returns_its_loss_is_compared_by_what_it_holds() -> None:
+    """By the attributes of a method's object, or by the variables around a function."""
+    for start in (0, 1):
+        result = ng.check_resume(counting(0), partial(counting, start), lambda step: (None, step))
+        assert [r.tensor for r in result] == ["count"][start:], result
+    loop = Loop()
+    fresh = Loop(loop.save(), "schedule")
+    result = ng.check_resume(loop.loss, loop.save, lambda saved: (None, fresh.loss))
+    assert "schedule" in [r.tensor for r in result]
 
 
 def test_the_cause_comes_before_what_follows_from_it() -> None:
     """A place in the data that the loop does not return: a step later the batch differs, and so do
     states and weights.
     """
-    _, step, save = loop()
-
-    def seen(step: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        return lambda: {name: value for name, value in step().items() if name != "position"}
-
-    def load(saved: Any) -> Any:
-        fresh, fresh_step, _ = loop("position", saved)
-        return fresh, seen(fresh_step)
-
-    result = ng.check_resume(seen(step), save, load, steps=2)
+    loop = Loop(hides="position")
+    fresh = partial(load, forget="position", hides="position")
+    result = ng.check_resume(loop.step, loop.save, fresh, steps=2)
     names = ["batch", "optimizer.exp_avg", "optimizer.exp_avg_sq", "model"]
     assert [r.tensor for r in result] == names, result
     assert any("2 steps after the load" in line for line in result.lines)
-
-
-class Epoch:
-    """A loader whose place in an epoch is lost at the second resume: it counts from the resume, not
-    from the start.
-    """
-
-    def __init__(self, saved: int = 0, *, counts_from_start: bool = True) -> None:
-        self.start = self.place = saved
-        self.counts_from_start = counts_from_start
-        self.batch = None
-
-    def step(self) -> dict[str, Any]:
-        self.batch = torch.tensor(self.place % 5)
-        self.place = self.place + 1
-        return {"batch": self.batch}
-
-    def save(self) -> int:
-        return self.place if self.counts_from_start else self.place - self.start
-
-
-@pytest.mark.parametrize("counts_from_start", [True, False])
-def test_a_second_resume_in_an_epoch_is_taken(counts_from_start: bool) -> None:
-    """KempnerInstitute/KempnerForge#57.
-
-    A batch that is None after the load is not compared there.
-    """
-
-    def load(saved: int) -> Any:
-        fresh = Epoch(saved, counts_from_start=counts_from_start)
-        return {"batch": fresh.batch}, fresh.step, fresh.save
-
-    for resumes in (1, 2):
-        run = Epoch(counts_from_start=counts_from_start)
-        result = ng.check_resume(run.step, run.save, load, steps=3, resumes=resumes)
-        assert result.ok == (counts_from_start or resumes == 1)
-    assert result.ok or any("3 steps after load 2" in line for line in result.lines)
 
 
 def of_seed(state_of: Callable[[int], Any]) -> Any:
@@ -159,25 +131,22 @@ STATES: dict[str, Callable[[int], Any]] = {
     "a long list": lambda seed: [*range(100), seed],
     "a long list of dicts": lambda seed: [{"lr": seed}] * 20,
     "a number of NumPy": np.int64,
-    "an array": lambda seed: np.arange(seed),
-    "an object": random.Random,
-}
+    "an array": np.arange,
+    "a generator": lambda seed: torch.Generator().manual_seed(seed),
+    "a counter that a load casts": lambda seed: torch.ones(2, dtype=[torch.half, torch.float][seed == 7]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_state_is_compared_or_named_as_not_looked_at(name: str) -> None:
+def test_every_state_is_compared(name: str) -> None:
     result = of_seed(STATES[name])
-    is_unseen = name == "an object"
-    assert [r.tensor for r in result] == ([] if is_unseen else ["state"])
-    assert result.unseen == ({"state": "Random has no state_dict()"} if is_unseen else {})
+    assert [r.tensor for r in result] == ["state"] and not result.unseen
+    assert of_seed(lambda seed: STATES[name](4)).ok
 
 
-def test_a_counter_that_a_load_casts_is_a_difference() -> None:
-    """microsoft/dion#104: a step counter in bfloat16 stands still at 256."""
-    dtypes = {3: torch.float32, 7: torch.bfloat16}
-    result = of_seed(lambda seed: torch.tensor([8.0], dtype=dtypes[seed]))
-    assert result.lines[-1].startswith("state: float32 of norm 8 #")
-    assert " was saved, bfloat16 of norm 8 #" in result.lines[-1] and len(result) == 1
+def test_what_has_no_state_is_named_as_not_looked_at() -> None:
+    result = of_seed(random.Random)
+    assert result.ok and result.unseen == {"state": "Random has no state_dict()"}
     assert of_seed(lambda seed: [1, 1.0][seed == 7]).ok, "1 and 1.0 are equal"
 
 
@@ -185,9 +154,73 @@ def test_the_position_of_numpys_generator_is_compared() -> None:
     def step() -> dict[str, Any]:
         return {"drawn": np.random.rand()}
 
-    def load(saved: Any) -> Any:
+    def drawn_twice(saved: Any) -> Any:
         np.random.set_state(saved)
-        return step(), step  # draws once too often
+        return step(), step
 
     np.random.seed(0)
-    assert "generators" in [r.tensor for r in ng.check_resume(step, np.random.get_state, load)]
+    result = ng.check_resume(step, np.random.get_state, drawn_twice)
+    assert "generators" in [r.tensor for r in result]
+
+
+# ── the certificate of a checkpoint ───────────────────────────────────────────────────────────────
+
+
+def no_fault(loop: Loop, file: Path) -> None: ...
+
+
+@torch.no_grad()
+def everything(loop: Loop, file: Path) -> None:
+    for parameter, state in loop.optimizer.state.items():
+        parameter.copy_(parameter.bfloat16())
+        state["exp_avg"].zero_()
+        state["step"] = state["step"].bfloat16()
+    loop.optimizer.param_groups[0]["lr"] = 0.02
+    loop.position = 0
+
+
+def lose(loop: Loop, file: Path) -> None:
+    file.with_name("last.pt.certificate.json").unlink()
+
+
+CASES: dict[str, tuple[Callable[[Loop, Path], None], list[str]]] = {
+    "all restored": (no_fault, []),
+    "lost": (lose, ["nothing was compared"]),
+    "everything": (
+        everything,
+        ["optimizer.lr: 1 state, param_groups.0: 0.00729", "optimizer.step: 4 states, state.0: float32 of norm 3 #",
+         "position: 3 was saved, 0 is there", "optimizer.exp_avg: 4 states, state.0: ",
+         "weights: 4 states, 0.weight: float32 of norm "],
+    ),
+}  # fmt: skip
+"""What strikes a loop after its load, and what the recorder says."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recorder_says_at_the_resume_what_was_not_restored(case: str, tmp_path: Path) -> None:
+    fault, expected = CASES[case]
+    file = tmp_path / "last.pt"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop = Loop()
+        recorder = ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer)
+        for _ in range(3):
+            recorder.step(loop.loss())
+        torch.save(loop.save(), file)
+        others = ("schedule", "scaler", "position")
+        recorder.saved(file, **{name: getattr(loop, name) for name in others})
+        recorder.close(finished=False)
+        fresh = Loop(torch.load(file))
+        fault(fresh, file)
+        recorder = ng.RunRecorder(tmp_path / "run", fresh.model, fresh.optimizer, resume=True)
+        recorder.go_back(3, **{name: getattr(fresh, name) for name in others})
+        recorder.step(fresh.loss())
+        recorder.close()
+    run = ng.read_run(tmp_path / "run")
+    logged = [event["text"] for event in run.events if event["what"] == "not-restored"]
+    notices = [str(warning.message) for warning in caught if warning.category is RunNotice]
+    assert len(logged) == sum(notice.startswith("not restored: ") for notice in notices)
+    assert len(logged) == sum(r.what == "not-restored" for r in ng.diagnose(run))
+    assert len(logged) == len(expected), logged
+    for sentence, beginning in zip(logged, expected, strict=True):
+        assert sentence.startswith(beginning), logged

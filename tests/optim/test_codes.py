@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
-from narrowgauge.optim import codes, extras
+from narrowgauge.optim import codes
 from narrowgauge.optim.planes import dropped_bits
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.walk import spans
@@ -295,21 +293,3 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
     after = centred[:, :, 1:].reshape(3, -1)
     across = np.corrcoef(before, after)[:3, 3:]
     assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
-
-
-def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
-    stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
-    seed = torch.tensor(5, dtype=torch.int32)
-
-    def rounded(values: Tensor) -> Tensor:
-        memory = torch.zeros(values.shape, dtype=torch.int16)
-        codes_of = {"x": STORAGES["word"].exp_avg}
-        state: Any = SimpleNamespace(extras={"x": memory}, extra_codes=codes_of, extra_bounds={})
-        extras.store_extra(state, "x", values, seed)
-        return extras.extra_values(state, "x")
-
-    alone = [rounded(matrix) for matrix in stack]
-    assert torch.equal(rounded(stack), torch.stack(alone))
-    assert torch.equal(rounded(stack[0].flatten()).view(5, 7), alone[0])
-    assert torch.equal(rounded(stack) / 32, rounded(stack / 32))  # changes no random bit
-    assert len(rounded(torch.full((5, 7), 1 / 3)).unique()) == 2  # no element has another's bits

@@ -23,7 +23,6 @@ from optim.pairs import EVERY, RULES, SOME, Shape, build, everything, parameters
 from oracles.adamw import Lion64
 from tensors import (
     assert_same_bits,
-    bytes_alone,
     parameters_of,
     set_gradients,
     step_gradients,
@@ -165,10 +164,7 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     (parameter,) = parameters_of(optimizer)
     rule = optimizer.kernels.rule_in(group, parameter)
     row = storage.keeping(rule.stored_states)
-    extra_bytes = 0
-    for state in extras_of(rule, (rows, cols), group).values():
-        code = storage.code(state.role)
-        extra_bytes += bytes_alone(code, state.shape) + 4 * state.shape[0] * code.scaled
+    extra_bytes = 4 * sum(map(math.prod, extras_of(rule, (rows, cols), group).values()))
     return row.bytes_per_param + 4 * len(row.scaled) / cols + extra_bytes / (rows * cols)
 
 

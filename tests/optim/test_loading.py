@@ -20,7 +20,6 @@ REFUSALS: dict[str, tuple[dict[Any, Any], type[Exception], str]] = {
     # As fused optimizers keep it, whose moments may be divided by the bias correction.
     "no step": ({0: {name: GOOD[name] for name in MOMENTS}}, DataError, "of exp_avg, exp_avg_sq[.]"),
     "another shape": ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, RecipeError, "'exp_avg' of shape"),
-    "names as keys": ({"0": GOOD}, DataError, "not numbers of its parameters"),
 }  # fmt: skip
 
 

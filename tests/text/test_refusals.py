@@ -39,10 +39,8 @@ from narrowgauge.spec.notation import get_compute, parse
 CHIP = "plan run --model llama-8b --chip H100-SXM"
 COMMANDS = [
     ("show recipe", "UsageError", "NAME"),
-    ("train --recipe bfloat16/wrod", "RecipeError", "mean 'word'"),
     ("train --config nowhere.toml", "DataError", r"nowhere\.toml"),
     ("train --out nowhere", "DataError", "narrowgauge tokenize TEXT OUT"),
-    ("export nowhere out", "RecordError", "nowhere"),
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("plan run", "UsageError", "--model"),
     (f"{CHIP} --layout head", "RecipeError", "layout = .head.*fsdp2"),

@@ -43,10 +43,10 @@ def test_a_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
 def test_a_folder_and_lines_of_json_are_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.txt").write_text("second", encoding="utf-8-sig")
-    lines = [json.dumps({"text": text}) for text in ("first", "then")]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("first\u2028", "then")]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
     (tmp_path / "c.bin").write_bytes(b"\xff")
-    assert [*read_texts(tmp_path)] == ["first", "then", "second"]
+    assert [*read_texts(tmp_path)] == ["first\u2028", "then", "second"]
 
 
 @pytest.mark.parametrize(

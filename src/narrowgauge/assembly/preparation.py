@@ -42,14 +42,9 @@ def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW
     """Return an AdamW in which only parameters of two dims or more decay, as language models
     usually train.
     """
-    matrices: list[tuple[str, Tensor]] = []
-    vectors: list[tuple[str, Tensor]] = []
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named:
-        if parameter.ndim >= 2:
-            matrices.append((name, parameter))
-        else:
-            vectors.append((name, parameter))
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups[parameter.ndim < 2]["params"].append((name, parameter))
     return AdamW([group for group in groups if group["params"]], **options)
 
 

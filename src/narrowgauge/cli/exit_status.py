@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -14,10 +12,6 @@ import click
 
 from narrowgauge.distributed import job
 from narrowgauge.errors import NarrowgaugeError, ReportedError
-
-# Of PyTorch, on a GPU and on a CPU.
-_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
-_CANNOT_WRITE = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT)
 
 
 class CommandGroup(click.Group):
@@ -31,10 +25,6 @@ class CommandGroup(click.Group):
         **extra: Any,
     ) -> NoReturn:
         """Run a command and exit."""
-        for output in (sys.stdout, sys.stderr):
-            if isinstance(output, io.TextIOWrapper):
-                # A terminal that shows only ASCII ends no command.
-                output.reconfigure(errors="replace")
         extra["standalone_mode"] = False
         try:
             status = super().main(args, prog_name, **extra)
@@ -85,15 +75,6 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
         context = getattr(error, "ctx", None)
         advice = f" (See {context.command_path} --help.)" if context else ""
         return "UsageError", error.format_message() + advice, 2
-    is_memory = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)
-    if is_memory or isinstance(error, MemoryError):
-        first = (text or "out of memory.").splitlines()[0]
-        advice = "Take smaller batches or recipes; narrowgauge plan run says what fits."
-        return "OutOfMemoryError", f"{first} {advice}", 1
-    if isinstance(error, OSError) and error.filename is None and error.errno in _CANNOT_WRITE:
-        sys.stdout = io.StringIO()
-        advice = "Redirect it to another place."
-        return "OSError", f"Cannot write to standard output: {error.strerror}. {advice}", 1
     if isinstance(error, OSError):  # also of transformers, which says what it cannot find
         return "OSError", text, 2
     return None

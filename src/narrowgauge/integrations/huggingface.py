@@ -4,9 +4,9 @@ and warns.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
@@ -18,10 +18,9 @@ _SETTINGS = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
     "gradient_accumulation_steps", "world_size", "max_grad_norm", "seed",
 )  # fmt: skip
-AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
-def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
+def use_adamw(trainer: Any, **options: Any) -> Any:
     """Make a Trainer step with :class:`narrowgauge.AdamW`: ``transformers.Trainer`` and every one
     of TRL's.
 

@@ -20,13 +20,12 @@ from narrowgauge.matmul.experts import Projection, take_over
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import Call, output, register
 from narrowgauge.matmul.linear import is_linear, is_transposed, matrix_of
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
+from narrowgauge.matmul.operand import PAIRS, Operand, cast_matrix, values_of
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import chosen_layers
 from narrowgauge.numerics.widening import bias_gradient, linear, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_support.machine import require_float64
 
 NAMES = ("weight_codes", "weight_scales", "block_scales")
 """The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte and scales
@@ -39,17 +38,6 @@ def codes_of(weight: Tensor, right: Cast) -> Operand:
     if not is_packed(right):
         dtype = getattr(torch, right.format)
     return cast_matrix(weight, right, 1, dtype)
-
-
-def values_of(operand: Operand, shape: tuple[int, int]) -> Tensor:
-    """Return the weight that an operand holds: float32 ``[out, in]``."""
-    codes = operand.data
-    if operand.inner is not None:
-        codes = block_values(operand)
-    values = codes.float()
-    if operand.outer is not None:
-        values = values * operand.outer
-    return values[: shape[0], : shape[1]]
 
 
 def is_packed(right: Cast) -> bool:
@@ -76,12 +64,13 @@ class _Product(torch.autograd.Function):
         weight = Operand(*stored)
         if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
-            return linear(x, values_of(weight, shape).to(x.dtype), bias).clone()
+            values = values_of(weight)[: shape[0], : shape[1]]
+            return linear(x, values.to(x.dtype), bias).clone()
         return output(x, weight, rows, bias, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight = values_of(Operand(*ctx.saved_tensors), ctx.shape)
+        weight = values_of(Operand(*ctx.saved_tensors))[: ctx.shape[0], : ctx.shape[1]]
         by_bias = None
         if ctx.needs_input_grad[1]:
             by_bias = bias_gradient(grads[0])
@@ -130,12 +119,14 @@ class _Stored(nn.Module):
         return y.view(*x.shape[:-1], outputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in before.items():
-            after = cast(Tensor, self._buffers[name])
-            if buffer is not None and after.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(after.device)
+        def of_tensor(x: Tensor) -> Tensor:
+            """Change a bias as asked, and codes and scales but for their dtype."""
+            changed = fn(x)
+            if x.dtype == changed.dtype or isinstance(x, nn.Parameter):
+                return changed
+            return x.to(changed.device)
+
+        super()._apply(of_tensor, recurse)  # type: ignore[no-untyped-call]
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         return self
 
@@ -189,7 +180,7 @@ class QuantizedLinear(_Stored, nn.Linear):
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
-        return values_of(self.stored(), (self.out_features, self.in_features))
+        return values_of(self.stored())[: self.out_features, : self.in_features]
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.stored(), self.out_features, self.bias)
@@ -247,7 +238,6 @@ def quantize_for_inference(
         >>> model[0].weight_codes.nbytes, model[0].weight_scales.nbytes
         (262144, 2048)
     """
-    require_float64(model.parameters())
     compute = with_codes(compute)
     layers = chosen_layers(model, compute, keep, roles_of(model, warns=True))
     for name, (module, _) in layers.items():

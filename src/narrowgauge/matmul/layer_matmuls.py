@@ -197,7 +197,7 @@ class LayerProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # casts have no derivative
+    @once_differentiable  # casts have no derivative
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *saved, weight, key = ctx.saved_tensors
         call = Call(ctx.compute_name, key)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values
+from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, values_of
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -189,7 +189,7 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         first, second = _exact_operand(lhs, 137), _exact_operand(rhs, 269)
-        exactly = _values(first) @ _values(second).t()
+        exactly = values_of(first).double() @ values_of(second).double().t()
         there = _moved(first, device), _moved(second, device)
         try:
             for dtype in (torch.bfloat16, torch.float32):
@@ -210,15 +210,6 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
 def _moved(operand: Operand, device: torch.device) -> Operand:
     parts: list[Any] = [part if part is None else part.to(device) for part in operand]
     return Operand(*parts)
-
-
-def _values(operand: Operand) -> Tensor:
-    codes = operand.data
-    if operand.inner is not None:
-        codes = block_values(operand)
-    if operand.outer is None:
-        return codes.double()
-    return codes.double() * operand.outer
 
 
 def _exact_operand(cast: Cast, rows: int) -> Operand:

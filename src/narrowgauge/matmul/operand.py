@@ -128,6 +128,15 @@ def block_values(operand: Operand) -> Tensor:
     return values.to(torch.bfloat16)
 
 
+def values_of(operand: Operand) -> Tensor:
+    """Return the padded matrix that an operand represents, in float32."""
+    codes = operand.data
+    if operand.inner is not None:
+        codes = block_values(operand)
+    values = codes.float()
+    return values if operand.outer is None else values * operand.outer
+
+
 # Functions that casts are compiled from. Their first arguments are bound.
 
 

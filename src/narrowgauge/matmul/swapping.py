@@ -25,7 +25,6 @@ from narrowgauge.matmul.linear import (
 from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import plain_name
 
 Choice = str | Compute | Callable[[str], str | Compute | None]
@@ -134,7 +133,6 @@ def swap_linears(
         >>> sorted(linears.layers)
         ['0', '2']
     """
-    require_float64(model.parameters())
     roles: Mapping[str, str] = {}
     if not callable(compute):
         compute = get_compute(compute)

@@ -36,11 +36,10 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
     """
     name = layer.names[0]
     mesh = weight.device_mesh
-    placement = weight.placements[0]
+    placement, *others = weight.placements
     splits_outputs = placement.is_shard(0)
     # A plain input: as where FSDP2's weights are used outside the forward of their module.
-    is_split = mesh.ndim == 1 and (splits_outputs or placement.is_shard(1))
-    if not is_split or not isinstance(x, DTensor):
+    if others or placement.is_replicate() or not isinstance(x, DTensor):
         raise RecipeError(
             f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}, and "
             f"its input is a {type(x).__name__}.",
@@ -63,9 +62,7 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
     columns = x.redistribute(placements=[last]).to_local(grad_placements=[last])
     product = layer.product(columns, part, None, key)
     result: Tensor = DTensor.from_local(product, mesh, [Partial()], run_check=False)
-    if bias is not None:
-        result = result + bias
-    return result
+    return result if bias is None else result + bias
 
 
 def require_local_scales(compute: Compute, name: str, size: int) -> None:

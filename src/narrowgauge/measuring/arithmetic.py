@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.runs.schema import UNAVAILABLE
 from narrowgauge.torch_support.machine import processor_name
 
 _VARIABLES = (
@@ -93,20 +92,9 @@ def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
         x = fixed_numbers().to(device)
         results = {}
         for name, probe in PROBES.items():
-            results[name] = _bits(probe, x)
+            bits = probe(x).contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+            results[name] = f"bits #{hashlib.sha256(bits).hexdigest()[:8]}"
         return {"settings": settings_in_force(device), "results": results}
-
-
-def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
-    """Return the hash of a probe's result.
-
-    If PyTorch refuses the operation on this device, say so.
-    """
-    try:
-        result = probe(x).contiguous().cpu()
-    except RuntimeError as error:
-        return f"{UNAVAILABLE}: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
-    return f"bits #{hashlib.sha256(result.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]}"
 
 
 def settings_in_force(device: torch.device) -> dict[str, str]:
@@ -125,9 +113,8 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         settings["device"] = torch.cuda.get_device_name(device)
         settings["cuda"] = str(torch.version.cuda or torch.version.hip)
         settings["cudnn"] = str(torch.backends.cudnn.version())
-        settings["reduced sums of bfloat16"] = str(
-            matmul.allow_bf16_reduced_precision_reduction
-        ).lower()
+        reduced = matmul.allow_bf16_reduced_precision_reduction
+        settings["reduced sums of bfloat16"] = str(reduced).lower()
     for name in _VARIABLES:
         if os.environ.get(name):
             settings[name] = os.environ[name]

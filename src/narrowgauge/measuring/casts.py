@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
@@ -72,7 +71,6 @@ class Gauges(Listener):
         every: int,
         on_row: Callable[[Row], object],
     ) -> None:
-        require_float64(hub.model.parameters())
         self.optimizer = optimizer
         self.every = every
         self.step = 0
@@ -86,10 +84,10 @@ class Gauges(Listener):
             self.layers[plain_name(name)] = layer
             self._hook(layer, partial(self._see_layer, plain_name(name)))
         for name, module in hub.model.named_modules():
-            heads = heads_of(module)
-            if heads is not None:
-                for part, projection in enumerate((heads.query, heads.key)):
-                    self._hook(projection, partial(self._see_heads, plain_name(name), heads, part))
+            parts, width, scale = heads_of(module)
+            for part, projection in enumerate(parts):
+                see = partial(self._see_heads, plain_name(name), width, scale, part)
+                self._hook(projection, see)
         hub.listeners.append(self)
 
     def end(self) -> None:
@@ -115,12 +113,14 @@ class Gauges(Listener):
             see = partial(self._hub.guard, self, self._record, "output_grad", name)
             output.register_hook(see)
 
-    def _see_heads(self, name: str, heads: Heads, part: int, args: Any, output: Any) -> None:
+    def _see_heads(
+        self, name: str, width: int, scale: float, part: int, args: Any, output: Any
+    ) -> None:
         """Record the bound of the logits of an attention, after its queries and its keys."""
         norms = self._norms.setdefault(name, [math.nan, math.nan])
-        vectors = output.detach().float().unflatten(-1, (-1, heads.width))
+        vectors = output.detach().float().unflatten(-1, (-1, width))
         norms[part] = float(vectors.norm(dim=-1).amax())
-        self._row.setdefault("attention", {})[name] = [heads.scale * norms[0] * norms[1]]
+        self._row.setdefault("attention", {})[name] = [scale * norms[0] * norms[1]]
 
     @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
@@ -181,27 +181,15 @@ def _losses(x: Tensor, cast: Cast) -> list[float]:
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class Heads(NamedTuple):
-    """The modules whose outputs are queries and keys, the width of a head, and the factor of the
-    logits.
-    """
-
-    query: nn.Module
-    key: nn.Module
-    width: int
-    scale: float
-
-
-def heads_of(module: Any) -> Heads | None:
-    """Return where a module's queries and keys are; ``None`` if it is not attention or does not
-    say.
+def heads_of(module: Any) -> tuple[list[nn.Module], int, float]:
+    """Return the modules that give the queries and keys of an attention, the width of a head and the
+    factor of the logits; no modules if it is not attention or does not say.
     """
     width = getattr(module, "head_dim", 0)
-    if "attention" not in type(module).__name__.lower() or not width:
-        return None
-    children = dict(module.named_children())
-    for query, key in _PAIRS:
-        if query in children and key in children:
-            scale = getattr(module, "scaling", width**-0.5)
-            return Heads(children[query], children[key], width, float(scale))
-    return None
+    if width and "attention" in type(module).__name__.lower():
+        children = dict(module.named_children())
+        for names in _PAIRS:
+            if children.keys() >= {*names}:
+                scale = getattr(module, "scaling", width**-0.5)
+                return [children[name] for name in names], width, float(scale)
+    return [], 0, 0.0

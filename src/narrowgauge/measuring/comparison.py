@@ -37,8 +37,7 @@ FIT = (BASELINE, "better", "within the noise")
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
     "val_loss": statistics.fmean, "bytes_per_param": statistics.median,
-    "tokens_per_second": statistics.median, "step_ratio": statistics.median,
-    "step_memory_bytes": max, "edq": statistics.median,
+    "tokens_per_second": statistics.median, "step_memory_bytes": max, "edq": statistics.median,
 }  # fmt: skip
 """The metrics of a row, and how they are taken over the seeds that count."""
 
@@ -50,7 +49,7 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``edq`` (of the
+            ``step_memory_bytes``, ``edq`` (of the
             last audits), ``diverged`` (whether any seed did), ``num_seeds``,
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.
@@ -73,19 +72,12 @@ class Comparison:
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
         columns: dict[str, str | Callable[[Row], str]] = {"recipe": "recipe"}
-        for name in _OVER_SEEDS:
-            columns[SUMMARY[name].label] = SUMMARY[name].cell
-        columns |= {
-            f"minus {self.baseline}": shown_difference,
-            "seeds": "num_seeds",
-            "verdict": "verdict",
-        }
-        rows = list(self.rows)
-        shown = {}
-        for title, cells in Table(rows, columns).columns().items():
-            if not {*cells} <= {"", "–"}:  # a column in which no run has a value says nothing
-                shown[title] = columns[title]
-        return Table(rows, shown)
+        for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
+            if any(row[name] is not None for row in self.rows):
+                columns[SUMMARY[name].label] = SUMMARY[name].cell
+        columns[f"minus {self.baseline}"] = shown_difference
+        columns |= {"seeds": "num_seeds", "verdict": "verdict"}
+        return Table(list(self.rows), columns)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""

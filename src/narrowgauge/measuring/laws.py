@@ -7,6 +7,7 @@ record. A count over the run tells its share in every step, and the newest readi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
@@ -18,10 +19,11 @@ from narrowgauge.measuring.step import Law, Step, Tell
 TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[Tell], Law], ...] = (
-    gradient_laws.nonfinite, update_laws.lost_updates, loss_laws.skipped,
-    loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
-    gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.loss_spikes,
-    loss_laws.gradient_spikes, loss_laws.throughput, loss_laws.idle_device, update_laws.sampled,
+    gradient_laws.nonfinite, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
+    gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm,
+    gradient_laws.ranks, gradient_laws.jump, partial(loss_laws.spikes, kind="loss-spike", name="loss"),
+    partial(loss_laws.spikes, kind="gradient-spike", name="grad_norm"), loss_laws.throughput,
+    loss_laws.idle_device, update_laws.sampled,
 )  # fmt: skip
 """Every law of a run."""
 

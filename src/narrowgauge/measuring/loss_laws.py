@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.step import Law, Step, Tell
+from narrowgauge.measuring.step import Law, Tell
 
 
 def skipped(tell: Tell) -> Law:
@@ -39,7 +38,7 @@ def skipped(tell: Tell) -> Law:
                 gaps.add(step.step - last)
             last = step.step
         bound = min(leading, 24) + KINDS["skipped-steps"].bound + 0.05 * (count + taken)
-        is_even = taken in (1, 2) or (len(gaps) == 1 and gaps != {1})
+        is_even = taken and len(gaps) < 2 and gaps != {1}
         if count > bound and (has_scale or not is_even):
             tell("skipped-steps", "", count, None, bound, step=since)
 
@@ -58,18 +57,8 @@ def loss_scale(tell: Tell) -> Law:
             last = step.loss_scale
 
 
-def loss_spikes(tell: Tell) -> Law:
-    """Read losses far above those before."""
-    return _spikes(tell, "loss-spike", lambda step: step.loss)
-
-
-def gradient_spikes(tell: Tell) -> Law:
-    """Read norms of gradients far above those before; norms vary by factors."""
-    return _spikes(tell, "gradient-spike", lambda step: step.grad_norm)
-
-
-def _spikes(tell: Tell, kind: str, value_of: Callable[[Step], float | None]) -> Law:
-    """Read values far above the median of the last 30 steps: norms by their logarithm.
+def spikes(tell: Tell, kind: str, name: str) -> Law:
+    """Read losses or norms far above the median of the last 30 steps: norms by their logarithm.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
     a loss. A spike does not enter the statistics; after 50 in a row they are the new level.
@@ -79,7 +68,7 @@ def _spikes(tell: Tell, kind: str, value_of: Callable[[Step], float | None]) -> 
     beyond: list[float] = []
     while True:
         step = yield
-        shown = value_of(step)
+        shown = getattr(step, name)
         if shown is None or not math.isfinite(shown) or (is_norm and shown <= 0):
             continue
         value = math.log(shown) if is_norm else shown
@@ -109,7 +98,7 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
     rates: list[float] = []
     medians: list[float] = []
     first = 0
-    num_fast = 0
+    was_slow = False
     lost = 0.0
     while True:
         step = yield
@@ -118,16 +107,15 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
             continue
         usual = median(medians or [0.0])
         bound = usual * KINDS["slower-steps"].bound
-        if rate < usual - bound:
+        is_slow = rate < usual - bound
+        if is_slow:
             first = first or step.step
-            num_fast = 0
             # A log without times lost enough.
             lost += math.inf if step.seconds is None else step.seconds * (1 - rate / usual)
-        else:
-            num_fast += 1
-        if num_fast > 1:
+        elif not was_slow:
             first = 0
             lost = 0.0
+        was_slow = is_slow
         rates.append(rate)
         if len(rates) < size:
             continue

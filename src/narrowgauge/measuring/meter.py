@@ -69,8 +69,10 @@ class Meter(Listener):
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
         if hub.here.size > 1:
-            self._ranks = RankSums(hub.here, self.names)
-            if self._is_whole and not self._ranks.whole:
+            ranks = RankSums(hub.here, self.names)
+            if ranks.whole:
+                self._ranks = ranks
+            elif self._is_whole:
                 self.unseen["weights of ranks"] = "ranks hold other tensors"
         self._follow_probe()
         hub.listeners.append(self)
@@ -104,11 +106,6 @@ class Meter(Listener):
         self._outputs: dict[str, Tensor] = {}
         self._row: Row = {}
         self._kept: Tensor | None = None
-        self._version = self._version_of_weights()
-
-    def _version_of_weights(self) -> int:
-        """Return a number that every step of any optimizer increases."""
-        return sum([p._version for p in self.names])
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -241,7 +238,7 @@ class Meter(Listener):
         self._guard(self._after, optimizer)
         self._stepped.add(optimizer)
         if optimizer is self.hub.optimizers[-1]:
-            if self._ranks is not None and self._ranks.whole:
+            if self._ranks is not None:
                 self._guard(self._ranks.take_weights)
                 for what, flags in self._ranks.compare(self._is_broken, self.number).items():
                     self._numbers.set(what, self._ranks.whole, flags)
@@ -277,7 +274,7 @@ class Meter(Listener):
         row: Row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
         if self.has_stepped:
             self._guard(lambda: row.update(self._measured(self._numbers.read())))
-        elif not self._stepped and self._version == self._version_of_weights():
+        elif not self._stepped:
             row["skipped"] = True  # or the row is of a micro-batch
         row = {"step": self.number} | row | told | {"step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}

@@ -57,7 +57,7 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
             errors[name] = _distance(first.gradients, first.shadows, [name])
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
-        through = ", ".join(wide.cuts) or "shards"
+        through = ", ".join(wide.cuts)
         result.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
     _add_casts(wide, result)
     if not errors:
@@ -147,18 +147,16 @@ def _ranked(
 
 def _add_casts(wide: Wide, result: Readings) -> None:
     """Tell casts whose values lie outside the range of their format."""
-    limit = KINDS["cast-range"].bound
-    for site, off in wide.cast_errors.items():
-        share = wide.at_end.get(site, 0.0)
-        if off <= 1 + limit and share <= AT_END:
-            continue
-        result.lines.append(
-            f"  {site}: a cast errs by {off:.3g} roundings, {share:.1%} of its values reach the end"
-        )
-        if off > 1 + limit:
-            result.add("cast-range", site, off, 1.0)
-        else:
-            result.add("cast-range", site, share, 0.0, AT_END)
+    losses = (
+        ("a cast errs by {:.3g} roundings", wide.cast_errors, 1.0, KINDS["cast-range"].bound),
+        ("{:.1%} of a cast's values reach its format's end", wide.at_end, 0.0, AT_END),
+    )
+    for words, values, expected, bound in losses:
+        sites = [site for site in values if values[site] > expected + bound]
+        sites.sort(key=values.__getitem__, reverse=True)
+        result.lines += [f"  {site}: {words.format(values[site])}" for site in sites]
+        if sites:
+            result.add("cast-range", sites, values[sites[0]], expected, bound)
     for site in wide.misread:
         result.lines.append(f"  {site}: bytes of one 8-bit format are read as another's")
         result.add("cast-range", site, 1, 0.0, 0.0)

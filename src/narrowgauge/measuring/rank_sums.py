@@ -33,45 +33,43 @@ class RankSums:
         shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         if any(map(shapes.__ne__, here.gather(shapes))):
             self.whole = {}
-        self._sums = torch.zeros(2, len(self.whole), dtype=torch.float64)
-        self.take_weights()
+        self._sums = torch.zeros(2, len(self.whole), dtype=torch.float64, device=here.device)
+        if self.whole:
+            self.take_weights()
         self._parts = self._unlike(self._sums)[1]
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Sum the bits of an optimizer's gradients."""
-        sums = {}
-        for place, p in enumerate(self.whole.values()):
-            if p in gradients and not gradients[p].is_sparse:
-                sums[place] = bits(gradients[p])
-        if sums:
-            self._sums[0, [*sums]] += torch.stack([*sums.values()]).cpu()
+        sums = []
+        for p in self.whole.values():
+            is_dense = p in gradients and not gradients[p].is_sparse
+            sums.append(bits(gradients[p]) if is_dense else p.new_zeros((), dtype=torch.float64))
+        self._sums[0] += torch.stack(sums).to(self._sums.device)
 
     def take_weights(self) -> None:
         """Sum the bits of the weights."""
-        if self.whole:
-            self._sums[1] = torch.stack([*map(bits, self.whole.values())]).cpu()
+        self._sums[1] = torch.stack([*map(bits, self.whole.values())])
 
     def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
         """Return which gradients and which weights differ between ranks, in one call of all ranks.
+        After an error on one of them nothing differs.
 
         Args:
             is_broken: this rank has nothing to compare, after an error.
             number: steps that are done.
         """
-        flags = torch.full((2, 1), float(is_broken), dtype=torch.float64)
-        unlike = self._unlike(torch.cat([self._sums, flags], 1))
+        errors = torch.full_like(self._sums[:, :1], float(is_broken))
+        unlike = self._unlike(torch.cat([self._sums, errors], 1))
         self._sums.zero_()
-        if is_broken or unlike[0, -1]:
-            return {}
-        unsummed, apart = unlike[:, :-1]
+        unsummed, apart = unlike[:, :-1] & ~unlike[:, -1:]
         if number == 0:
             self._parts &= unsummed
         return {"unsummed": unsummed & ~self._parts, "apart": apart & ~self._parts}
 
     def _unlike(self, values: Tensor) -> Tensor:
         """Return which values differ between ranks: their largest and their smallest do."""
-        both = torch.stack([values, -values]).to(self._here.device)
+        both = torch.stack([values, -values])
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
-        largest, smallest = both.cpu()
+        largest, smallest = both
         differs: Tensor = largest != -smallest
         return differs

@@ -1,12 +1,15 @@
 """``narrowgauge.same``: compare two models: weights, then modules, then log probabilities.
 
-The outputs of modules are compared with what rounding alone gives there
-(:mod:`narrowgauge.measuring.outputs`).
+The inputs and outputs of modules are recorded, and compared place by place. How much rounding
+explains is measured: beside one of the passes run float64 shadows
+(:mod:`narrowgauge.measuring.policies.wide`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.errors import DataError
-from narrowgauge.measuring.beside import Beside
-from narrowgauge.measuring.outputs import Outputs, Recording, distance, unit_at
+from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.beside import Beside, is_float
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured, of_all
+from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
-from narrowgauge.measuring.weights import compare_weights
+from narrowgauge.measuring.units import FINEST, unit_of
+from narrowgauge.measuring.weights import Same, compare_weights
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
 MARGIN = 4.0
@@ -33,23 +37,8 @@ UNUSUAL = 1 / 16
 """Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
 more sets no bound.
 """
-
-
-class Same(Readings):
-    """Hold the differences of two models; ``print`` shows them.
-
-    Attributes:
-        rows: a dict for each tensor of both, the farthest first
-            (:func:`narrowgauge.measuring.weights.compare_weights`).
-    """
-
-    def __init__(self, readings: Iterable[Reading] = (), lines: Iterable[str] = ()) -> None:
-        super().__init__(readings, lines)
-        self.rows: list[Row] = []
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the readings and rows as values for JSON."""
-        return super().to_dict() | {"rows": self.rows}
+Outputs = dict[str, list[Tensor]]
+"""The float tensors at each place, in the order of the calls."""
 
 
 def same(first: Any, second: Any, batch: Any = None) -> Same:
@@ -88,16 +77,96 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     result = Same()
     kinds = nn.Module, str, Path, Mapping
     if batch is None or (isinstance(first, kinds) and isinstance(second, kinds)):
-        rows, readings, lines = compare_weights(first, second)
-        result = Same(readings, lines)
-        result.rows = rows
+        result = compare_weights(first, second)
     if batch is not None:
         with generators_put_back():
             _compare_passes(first, second, batch, result)
     return result
 
 
-# ── outputs and log probabilities ─────────────────────────────────────────────────────────────────
+# ── a pass ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Recording:
+    """Record the inputs and outputs of all modules that are called.
+
+    Args:
+        forced: of an earlier pass, by place. A module there takes and returns these tensors, after
+            the pass's own were recorded. So each place shows what it does itself.
+        wide: the shadows of the pass, if it has any.
+
+    Attributes:
+        outputs: of each place; later calls of a module are places of their own.
+        shadows: of the places whose shadows are known.
+        values: what the model returns.
+    """
+
+    def __init__(self, forced: Outputs, wide: Wide | None) -> None:
+        self.forced = forced
+        self.wide = wide
+        self.outputs = Outputs()
+        self.shadows = Outputs()
+        self.values: Any = None
+        self._names = dict[nn.Module, str]()
+        self._calls = Counter[str]()
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        if module not in self._names:
+            for name, member in module.named_modules():
+                self._names.setdefault(member, name_without_adapters(name) or "the model")
+        return self._record(f"{self._names[module]}, input", args)
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        return self._record(self._names[module], result)
+
+    def _record(self, place: str, values: Any) -> Any:
+        leaves, spec = tree_flatten(values)
+        indices = [k for k, x in enumerate(leaves) if is_float(x)]
+        # A merged layer is like an adapted one only as a whole.
+        if not indices or ".base_layer" in place or ".lora_" in place:
+            return values
+        self._calls[place] += 1
+        if self._calls[place] > 1:
+            place = f"{place}, call {self._calls[place]}"
+        tensors = [leaves[k].detach() for k in indices]
+        self.outputs[place] = [x.clone() for x in tensors]
+        if self.wide is not None and all(map(self.wide.follows, tensors)):
+            self.shadows[place] = [self.wide.of(x).clone() for x in tensors]
+        if place not in self.forced:
+            return values
+        for k, x in zip(indices, self.forced[place], strict=True):
+            leaves[k] = x.to(leaves[k].dtype, copy=True)
+        return tree_unflatten(leaves, spec)
+
+    def unit(self) -> float:
+        """Return the unit roundoff of the coarsest output."""
+        return max(map(unit_at, self.outputs.values()), default=FINEST)
+
+
+def unit_at(tensors: list[Tensor]) -> float:
+    """Return the unit roundoff of the coarsest of some tensors."""
+    return max(unit_of(x.dtype) for x in tensors)
+
+
+def are_alike(first: list[Tensor] | None, second: list[Tensor] | None) -> bool:
+    """Return whether a place of two passes has tensors of the same shapes."""
+    return [x.shape for x in first or []] == [x.shape for x in second or []]
+
+
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
+    """Return the largest distance of a row of some tensors from those of another pass, relative to
+    its length. Of small rows, take a thousandth of the mean length.
+    """
+    largest = 0.0
+    for x, y in zip(first, second, strict=True):
+        if x.numel():
+            off = torch.where(x == y, 0.0, y.double() - x.double()).nan_to_num(nan=math.inf)
+            row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)
+            lengths = row.norm(dim=-1)
+            floor = 1e-3 * float(lengths.square().mean().sqrt()) + 1e-300
+            relative = torch.atleast_1d(off).norm(dim=-1) / lengths.clamp(min=floor)
+            largest = max(largest, float(relative.max()))
+    return largest
 
 
 def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Recording:
@@ -130,6 +199,9 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
     return recording
 
 
+# ── two passes ────────────────────────────────────────────────────────────────────────────────────
+
+
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
     before = generators()
@@ -140,20 +212,23 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
         return
     theirs = _run(second, batch, {})
     log_probs = _log_probs(ours.values, batch), _log_probs(theirs.values, batch)
-    forced = {}
-    if ours.shapes() == theirs.shapes():
-        forced = ours.outputs
-        if _are_equal(ours, theirs, log_probs):
-            result.lines.append("The bits are equal.")
-            return
+    missing = []
+    for place in {**ours.outputs, **theirs.outputs}:
+        if not are_alike(ours.outputs.get(place), theirs.outputs.get(place)):
+            missing.append(place)
+    forced = {} if missing else ours.outputs
+    if not missing and _are_equal(ours.outputs, theirs.outputs, log_probs):
+        result.lines.append("The bits are equal.")
+        return
     result.looked_at = "no difference is larger than rounding gives"
     narrow = second if theirs.unit() > ours.unit() else first
     unit = max(ours.unit(), theirs.unit())
     beside = _run(narrow, batch, forced, Wide())
     if forced:
         theirs = _run(second, batch, forced)
-    bounds, unusual = _bounds(beside, max(UNUSUAL, 16 * unit), result.lines)
-    _compare_places(ours, theirs, bounds, result)
+    unusual = _compare_places(ours, theirs, beside, max(UNUSUAL, 16 * unit), result)
+    if missing:
+        result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
         return
@@ -164,53 +239,48 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     _compare_log_probs(*log_probs, noise, result)
 
 
-def _are_equal(ours: Recording, theirs: Recording, log_probs: tuple[Any, Any]) -> bool:
+def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bool:
     """Return whether two passes through the same places have the same bits."""
-    if any(distance(x, theirs.outputs[place]) for place, x in ours.outputs.items()):
+    if any(distance(tensors, theirs[place]) for place, tensors in ours.items()):
         return False
-    if log_probs[0] is None or log_probs[1] is None:
-        return bool(ours.outputs)
-    return torch.equal(*log_probs)
-
-
-def _bounds(
-    beside: Recording, limit: float, lines: list[str]
-) -> tuple[dict[str, float], list[str]]:
-    """Return what roundings explain at each place that is followed, and the unusual places."""
-    bounds = {}
-    unusual = []
-    for place, shadows in beside.shadows.items():
-        tensors = beside.outputs[place]
-        size = distance(tensors, shadows)
-        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(tensors)
-        if size > limit:
-            unusual.append(place)
-            lines.append(f"{place}: roundings there move it by {size:.2g}, more than usual")
-    return bounds, unusual
+    if log_probs[0] is None:
+        return bool(ours)
+    return log_probs[1] is not None and torch.equal(*log_probs)
 
 
 def _compare_places(
-    ours: Recording, theirs: Recording, bounds: Mapping[str, float], result: Same
-) -> None:
-    """Compare the outputs of modules; add the reading of the first place that differs."""
-    shapes = theirs.shapes()
-    missing = [place for place, x in ours.shapes().items() if shapes.get(place) != x]
-    unfollowed = [place for place in ours.outputs if place not in {*bounds, *missing}]
+    ours: Recording, theirs: Recording, beside: Recording, limit: float, result: Same
+) -> list[str]:
+    """Compare the outputs of modules, and add the reading of the first place that differs by more
+    than roundings explain; return the places with unusual roundings.
+    """
     differences = {}
+    bounds = {}
+    unusual = []
+    unfollowed = []
     for place, tensors in ours.outputs.items():
-        if place not in {*missing, *unfollowed}:
-            differences[place] = distance(tensors, theirs.outputs[place])
+        if not are_alike(tensors, theirs.outputs.get(place)):
+            continue
+        if place not in beside.shadows:
+            unfollowed.append(place)
+            continue
+        size = distance(beside.outputs[place], beside.shadows[place])
+        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(beside.outputs[place])
+        differences[place] = distance(tensors, theirs.outputs[place])
+        if size > limit:
+            unusual.append(place)
+            words = f"{place}: roundings there move it by {size:.2g}, more than usual"
+            result.lines.append(words)
     number = sum(value > 0 for value in differences.values())
     count = counted(len(differences), "place")
     result.lines.append(f"outputs: {number} of {count} of modules differ")
-    if missing:
-        result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     wrong = [place for place, value in differences.items() if value > bounds[place]]
     if wrong:
         numbers = differences[wrong[0]], 0.0, bounds[wrong[0]]
         result.readings.append(measured("other-outputs", wrong, *numbers))
+    return unusual
 
 
 def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> None:

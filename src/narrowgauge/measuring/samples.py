@@ -32,7 +32,6 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _REPEATS = 1e-4
 """Squared distance of the repeated step from the stored one, over its squared length."""
 _OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @cache
@@ -55,7 +54,8 @@ def join(tensors: Iterable[Tensor]) -> Tensor:
 def bits(x: Tensor) -> Tensor:
     """Return the sum of the bits of a tensor's elements: exact in any order."""
     values = take(x)
-    return values.view(_INTEGERS[values.element_size()]).double().sum()
+    integers = getattr(torch, f"int{8 * values.element_size()}")
+    return values.view(integers).double().sum()
 
 
 @dataclass

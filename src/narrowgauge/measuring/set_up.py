@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.measuring.passes import inner_name
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.torch_support.machine import require_float64
+from narrowgauge.torch_support.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
@@ -80,6 +79,11 @@ class SetUp:
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
 
+def inner_name(name: str) -> str:
+    """Return a name without the prefixes of compilers, checkpoints and DistributedDataParallel."""
+    return plain_name(name).removeprefix("module.")
+
+
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
     """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
     for name, p in parameters.items():
@@ -91,7 +95,6 @@ def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
 
 def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
     """Return the set-up of a model and an optimizer, or a list of them, possibly wrapped."""
-    require_float64(model.parameters())
     optimizers: list[torch.optim.Optimizer] = []
     for inner in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):

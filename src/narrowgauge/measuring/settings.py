@@ -7,7 +7,7 @@ from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import UNAVAILABLE, Row
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -43,9 +43,8 @@ def settings_diff(first: Row, second: Row) -> dict[str, tuple[str, str]]:
             pair = str(value), str(others.get(name, value))
             # The optimizer's groups and the data repeat settings, such as the seed.
             repeats = table in ("optimizer", "data") and name in settings
-            is_unknown = any(text.startswith(UNAVAILABLE) for text in pair)
             is_place = table == "config" and name != "recipe" and all("/" in text for text in pair)
-            if pair[0] != pair[1] and not (repeats or is_unknown or is_place):
+            if pair[0] != pair[1] and not (repeats or is_place):
                 differences.setdefault(name, pair)
     return differences
 

@@ -72,51 +72,43 @@ def compare_structure(
         step = passes.run(passes.step, Wide())
         draws = step.draws
     plain = passes.run(passes.plain(batch), Wide(), Alone())
-    terms: list[Pass] = []
-    is_equal = max(_distances(step.shadows, plain.shadows).values(), default=0.0) <= SAME
-    if not is_equal and 1 < len(parts) <= MOST_PARTS:
-        terms = [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
-    passes.is_training = True
     if draws or plain.draws:
         words = "evaluation mode draws random numbers too"
         result.unseen["the structure of the gradient"] = words
-        return None
+    else:
+        exact = _compare(passes, parts, step.shadows, plain, result)
+        _add_missing(passes.leaves, step.gradients, exact, result)
+    passes.is_training = True
+    return None if draws or plain.draws else plain
+
+
+def _compare(
+    passes: Passes, parts: list[Any], step: Gradients, plain: Pass, result: Readings
+) -> Gradients:
+    """Tell each answer: tensors that have one are one reading. Return the right gradients."""
     exact = plain.shadows
     size = all_ranks().size
-    if terms and size > 1:
-        mean = sum(term.value for term in terms) / len(terms)
-        if abs(plain.value - size * mean) < 0.1 * abs(plain.value):
-            # The loss counts the labels of all ranks, and DistributedDataParallel divides by their number.
-            exact = {name: x / size for name, x in exact.items()}
-            result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
-    _compare(step.shadows, exact, [term.shadows for term in terms], result)
-    _add_missing(passes.leaves, step.gradients, exact, result)
-    return plain
-
-
-def _distances(step: Gradients, exact: Gradients) -> dict[str, float]:
-    """Return how far gradients are from the plain loss's, over their length, the farthest first."""
+    terms = _terms(passes, parts) if size > 1 else []
+    mean = sum(term.value for term in terms) / (len(terms) or 1)
+    if terms and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
+        # The loss counts the labels of all ranks, and DistributedDataParallel divides by their number.
+        exact = {name: x / size for name, x in exact.items()}
+        result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
     distances: dict[str, float] = {}
     for name, right in exact.items():
         gradient = step.get(name)
         if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
             distances[name] = float((gradient - right).norm() / right.norm())
-    return dict(sorted(distances.items(), key=lambda item: -item[1]))
-
-
-def _compare(
-    step: Gradients, exact: Gradients, terms: Sequence[Gradients], result: Readings
-) -> None:
-    """Tell each answer: tensors that have one are one reading."""
-    distances = _distances(step, exact)
-    differing = [name for name, distance in distances.items() if distance > SAME]
+    differing = [name for name in distances if distances[name] > SAME]
     equal = len(distances) - len(differing)
     result.lines.append(
         f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
     )
+    if differing and not terms:
+        terms = _terms(passes, parts)
     answers: dict[str, tuple[float, float, list[str]]] = {}
-    for name in differing:
-        columns = [term[name].flatten() for term in terms if name in term]
+    for name in sorted(differing, key=distances.__getitem__, reverse=True):
+        columns = [term.shadows[name].flatten() for term in terms if name in term.shadows]
         words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
         answers.setdefault(words, (value, expected, []))[2].append(name)
     answers.pop("", None)
@@ -127,6 +119,14 @@ def _compare(
             result.unseen["a factor of the gradient"] = reason
         else:
             result.add("gradient", names, value, expected)
+    return exact
+
+
+def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
+    """Return a pass of the plain loss of each micro-batch; none if there are too many, or one."""
+    if not 1 < len(parts) <= MOST_PARTS:
+        return []
+    return [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
 
 
 def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
@@ -161,7 +161,7 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
 
 
 def _add_missing(
-    leaves: Mapping[str, Any], step: Gradients, exact: Gradients, result: Readings
+    leaves: dict[str, Any], step: Gradients, exact: Gradients, result: Readings
 ) -> None:
     """Tell tensors that get no gradient of the step, where the plain loss has one, or no graph."""
     names = []

@@ -105,7 +105,7 @@ class TwoRuns(Readings):
         if at.what == "only-in-one-run":
             lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
         elif at.tensor:
-            lines += _ranks(here[at.tensor][3:], there[at.tensor][3:])
+            lines += _ranks(here[at.tensor], there[at.tensor])
         self.factor = _factor(here, there)
         if abs(self.factor - 1) > LEAST:
             lines.append(
@@ -162,51 +162,45 @@ def _rows_of(run: Run) -> dict[int, Row]:
 
 
 def _entries(row: Row, step: int) -> dict[str, Any]:
-    """Return bits, value or norm, elements or tokens, and hashes of ranks, of each compared column and
-    tensor. Gradients are those at loss scale 1.
+    """Return kind, bits, value or norm, elements or tokens, and hashes of ranks, of each compared
+    column and tensor. Gradients are those at loss scale 1.
     """
     entries: dict[str, Any] = {}
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
     for name in row.keys() & STAGE_OF.keys():
         if row[name] is not None:
-            entries[name] = str(row[name]), number(row[name]), tokens
+            entries[name] = name, str(row[name]), number(row[name]), tokens
     for key, (bits, norm, *others) in (row.get("tensors") or {}).items():
-        kind = _kind(key)
+        kind = key.partition(":")[0]
         if kind == "tokens":  # integers have no norm
             norm = None
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
         if kind in STAGE_OF:
-            entries[key] = bits, norm, *others
+            entries[key] = kind, bits, norm, *others
     return entries
 
 
-def _kind(key: str) -> str:
-    return key.partition(":")[0]
-
-
 def _kinds(entries: Row) -> set[str]:
-    return {_kind(key) for key in entries if ":" in key}
-
-
-def _place(key: str) -> int:
-    return _KINDS.index(_kind(key))
+    """Return the kinds of recorded tensors."""
+    return {entry[0] for key, entry in entries.items() if ":" in key}
 
 
 def _differences(step: int, here: Row, there: Row, u: float) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
-    kinds = _kinds(here) & _kinds(there)
-    for key in sorted({**here, **there}, key=_place):
-        kind = _kind(key)
+    shared = _kinds(here) & _kinds(there)
+    entries = {**here, **there}
+    for key in sorted(entries, key=lambda key: _KINDS.index(entries[key][0])):
+        kind = entries[key][0]
         stage = "start" if step == 0 else STAGE_OF[kind]
         tensor = key if ":" in key else ""
         if key not in here or key not in there:
-            if tensor and kind in kinds:
+            if tensor and kind in shared:
                 yield Reading(step, stage, tensor, "only-in-one-run", float(key in there))
             continue
-        bits, expected, numel = here[key][:3]
-        value = there[key][1]
-        if bits == there[key][0]:
+        _, bits, expected, numel, *_ = here[key]
+        value = there[key][2]
+        if bits == there[key][1]:
             continue
         if expected is None or value is None:
             yield Reading(step, stage, tensor, "bits" if tensor else key)
@@ -232,21 +226,29 @@ def _size(at: Reading) -> str:
     return f", by {abs((at.value or 0.0) / at.expected - 1):.2g} times its {at.what}"
 
 
-def _ranks(here: list[Any], there: list[Any]) -> Iterator[str]:
-    """Yield which ranks' parts of a tensor differ, if their hashes are recorded and some are equal."""
-    for hashes, others in zip(here, there, strict=False):
-        if len(hashes) == len(others):
-            ranks = [str(k) for k, bits in enumerate(hashes) if bits != others[k]]
-            if len(ranks) < len(hashes):
+def _ranks(here: Any, there: Any) -> Iterator[str]:
+    """Yield which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
+    one hash.
+    """
+    for one, other in ((here, there), (there, here)):
+        for hashes in one[4:]:
+            others = [*other[4:], [other[1]] * len(hashes)][0]
+            ranks = [
+                str(k)
+                for k, pair in enumerate(zip(hashes, others, strict=False))
+                if pair[0] != pair[1]
+            ]
+            if len(others) == len(hashes) > len(ranks):
                 yield f"Of {len(hashes)} ranks these differ there: {', '.join(ranks)}."
+                return
 
 
 def _factor(here: Row, there: Row) -> float:
     """Return the factor of all gradients, second over first, if they share one; else 1."""
     ratios = []
     for key, entry in here.items():
-        if key.startswith("grad:") and key in there and entry[1]:
-            ratios.append(there[key][1] / entry[1])
+        if entry[0] == "grad" and key in there and entry[2]:
+            ratios.append(there[key][2] / entry[2])
     if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
         return 1.0
     return float(ratios[0])

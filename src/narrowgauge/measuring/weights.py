@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, product_of
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
@@ -125,15 +125,25 @@ def _plain(name: str) -> str:
     return name_without_adapters(name).replace(".base_layer.", ".")
 
 
-def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Reading], list[str]]:
-    """Compare two sets of weights; return a row for each tensor of both, the farthest first, the
-    readings, and the lines to print.
+class Same(Readings):
+    """Hold the differences of two models; ``print`` shows them.
 
-    Columns: ``name``, ``dtype``, ``values``; ``differ`` and ``nonfinite`` (numbers of values);
-    ``change`` (‖second − first‖ / ‖first‖), ``factor`` (the
-    multiple of the first that is nearest), ``is_one`` (a vector of ones), ``adapter_times`` (how many
-    times more the second holds the adapters).
+    Attributes:
+        rows: a dict for each tensor of both, the farthest first: ``name``, ``dtype``, ``values``;
+            ``differ`` and ``nonfinite`` (numbers of values); ``change`` (‖second − first‖ /
+            ‖first‖), ``factor`` (the multiple of the first that is nearest), ``is_one`` (a vector
+            of ones), ``adapter_times`` (how many times more the second holds the adapters).
     """
+
+    rows: Sequence[Row] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the readings and rows as values for JSON."""
+        return super().to_dict() | {"rows": self.rows}
+
+
+def compare_weights(first: Weights, second: Weights) -> Same:
+    """Compare two sets of weights."""
     before = Tensors(first)
     after = Tensors(second)
     rows = []
@@ -141,23 +151,23 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
         if name in after.values and x.shape == after.values[name].shape:
             rows.append(_row(name, before, after))
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    lines = [*_lines(rows), *_of_adapters(rows)]
-    ties = before.ties(), after.ties()
-    for side, lone in (("first", ties[0] - ties[1]), ("second", ties[1] - ties[0])):
-        if lone and before.names and after.names:
-            lines.append(f"tied in the {side} alone: {told(sorted(lone))}")
+    result = Same([], [*_lines(rows), *_of_adapters(rows)])
+    result.rows = rows
     unlike = [row["name"] for row in rows if row["differ"]]
-    for side, names in (("first", before.alone(after)), ("second", after.alone(before))):
-        unlike += names
-        if names:
-            lines.append(f"only in the {side}, or in another shape: {told(names)}")
-    readings = []
-    if unlike:
-        readings.append(measured("other-weights", unlike, len(set(unlike)), 0))
+    for side, here, there in (("first", before, after), ("second", after, before)):
+        lone = here.alone(there)
+        ties = here.ties() - there.ties()
+        unlike += lone
+        if ties and there.names:
+            result.lines.append(f"tied in the {side} alone: {told(sorted(ties))}")
+        if lone:
+            result.lines.append(f"only in the {side}, or in another shape: {told(lone)}")
     bad = [row["name"] for row in rows if row["nonfinite"]]
+    if unlike:
+        result.readings.append(measured("other-weights", unlike, len(set(unlike)), 0))
     if bad:
-        readings.append(measured("nonfinite", bad, len(bad), 0, stage="start"))
-    return rows, readings, lines
+        result.readings.append(measured("nonfinite", bad, len(bad), 0, stage="start"))
+    return result
 
 
 def _row(name: str, before: Tensors, after: Tensors) -> Row:

@@ -28,6 +28,7 @@ from narrowgauge.numerics.rounding import (
     reciprocal,
     round_nearest,
     round_stochastic,
+    round_to,
 )
 from narrowgauge.spec.computes import ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import Format, get_format
@@ -109,7 +110,9 @@ def quantize_whole(
         values = values * fold
     if cast.scaling == "static":
         values = values.where(values.isfinite(), torch.nan)  # a static scale would hide infinities
-    if cast.is_wide or cast.scaling == "static":
+    if cast.is_wide:
+        return (round_to(values, cast.element) if cast.element.bits < 32 else values), None
+    if cast.scaling == "static":
         return _codes(values, None, cast, words), None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
     largest = values.abs().amax(along, keepdim=True) if amax is None else amax
@@ -186,7 +189,7 @@ def random_words(rows: int, columns: int, key: Tensor) -> tuple[Tensor, Tensor]:
     """
     row = torch.arange(rows, dtype=torch.int32, device=key.device)
     column = torch.arange(columns, dtype=torch.int32, device=key.device)
-    column_key = random_bits(torch.full_like(key, _COLUMNS), key)
+    column_key = random_bits(key, _COLUMNS)
     by_row = random_bits(row, key)
     by_column = random_bits(column, column_key)
     return (

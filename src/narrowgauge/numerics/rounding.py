@@ -73,9 +73,9 @@ def power_below(x: Tensor) -> Tensor:
     return float_of(bits_of(x) & EXPONENT)
 
 
-def random_bits(key: Tensor, seed: Tensor) -> Tensor:
+def random_bits(key: Tensor, seed: Tensor | int) -> Tensor:
     """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under a well
-    mixed ``seed`` (0-d int32).
+    mixed ``seed`` (0-d int32, or an int).
 
     Right shifts are masked, since int32 shifts copy the sign.
 
@@ -173,42 +173,24 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def round_nearest(v: Tensor, row: Format) -> Tensor:
-    """Round float32 values to a format, ties to even.
+    """Round float32 values to a format of at most 8 bits, ties to even, and past its end to its end.
 
-    Values past its end become its end (from 16 bits up: infinity).
-
-    Invariant: equals ``round_to``, saturated for formats under 16 bits, except for the sign of
-    zero. NaN stays NaN even in formats without one. Integers end at -max, so both sides have the
-    same number of values.
+    Invariant: equals a saturated ``round_to``, except for the sign of zero. NaN stays NaN even in
+    formats without one. Integers end at -max, so both sides have the same number of values.
     """
-    if row.name in ("float32", "float64"):
-        return v
-    if row.name in ("bfloat16", "tfloat32"):
-        # Do not convert: a compiler drops a conversion that is undone at once.
-        return torch.where(
-            v.isfinite(), float_of(cut_to_even(bits_of(v), 23 - row.mantissa_bits)), v
-        )
     if row.kind == "int":
         return torch.round(v.clamp(-row.max, row.max))
-    if row.name == "float16":
-        near = _nearest(v.clamp(2 * row.min, 2 * row.max), row)
-        return torch.where(near.abs() > row.max, near * torch.inf, near)
     clamped = v.clamp(row.min, row.max)
     if row.name in _CONVERTED and v.is_cpu and not is_traced():
         # Two operations for eight, without the sign of zero, as there.
         return clamped.to(getattr(torch, row.name)).float() + 0.0
-    return _nearest(clamped, row)
+    # 1.5 × 2^k added and subtracted leaves multiples of the smallest ulp.
+    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
+    subnormal = (clamped + magic) - magic
+    return torch.where(v.abs() < 2.0**row.min_exponent, subnormal, _shortened(clamped, row))
 
 
 _CONVERTED = ("float8_e4m3fn", "float8_e5m2")
-
-
-def _nearest(v: Tensor, row: Format) -> Tensor:
-    """Round to nearest in a format whose largest value does not matter."""
-    # 1.5 × 2^k added and subtracted leaves multiples of the smallest ulp.
-    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
-    subnormal = (v + magic) - magic
-    return torch.where(v.abs() < 2.0**row.min_exponent, subnormal, _shortened(v, row))
 
 
 def _shortened(v: Tensor, row: Format) -> Tensor:
@@ -279,54 +261,54 @@ def round_to(
         tensor([1.0156e-01, 4.4800e+02,        nan])
     """
     row = get_format(format)
-    if row.name == "float64" or (rounding, seed is None) not in _ROUNDINGS:
-        raise FormatError(
-            f"Cannot round to {row.name} by {rounding!r} with the seed {seed}.",
-            "Round to a format that float32 holds, to 'nearest', or 'stochastic' with seed=.",
-        )
+    _check(row.name, rounding, seed)
     values = x.detach().double()
     magnitude = values.abs()
-    negative = values.signbit()
+    negative = values.signbit() & row.signed
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
-    exponent = (magnitude.view(torch.int64) >> 52) - 1023
-    step = (exponent - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
+    exponent = magnitude.view(torch.int64) >> 52
+    step = (exponent - 1023 - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
     steps = magnitude * _power(-step)
-    if rounding == "nearest" or seed is None:
-        count = steps.round()
-    else:
-        count = steps.floor()
-        count = count + (steps - count >= 1 - _uniform(x, seed))
+    count = steps.round()
+    if rounding == "stochastic" and seed is not None:
+        count = _drawn(steps, x, seed)
     rounded = count * _power(step)
-    lowest = -row.min if row.signed else 0.0
-    limit = torch.where(negative, lowest, row.max).double()
+    limit = torch.where(negative, -row.min, row.max)
     outside = limit
     if not saturate and row.nans:
-        outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
+        outside = torch.full_like(limit, math.inf if row.infinities else math.nan)
     rounded = torch.where(rounded > limit, outside, rounded)
     if not row.signed:
-        least = row.min if saturate else math.nan
-        rounded = rounded.clamp(min=row.min).where(~negative & (magnitude != 0), least)
-    rounded = torch.where(values.isnan(), math.nan if row.nans else 0.0, rounded)
-    has_sign = negative & ~values.isnan() & ((rounded > 0) | row.negative_zero)
-    if row.signed:
-        rounded = torch.where(has_sign, -rounded, rounded)
+        rounded = rounded.clamp(min=row.min)
+        rounded = rounded.where(values > 0, row.min if saturate else math.nan)
+    rounded = torch.where(negative & ((rounded > 0) | row.negative_zero), -rounded, rounded)
+    rounded = rounded.where(~values.isnan(), math.nan if row.nans else 0.0)
     return quiet(rounded.float())
 
 
-_ROUNDINGS = (("nearest", True), ("nearest", False), ("stochastic", False))
-"""Roundings, and whether they come without a seed."""
 _LARGEST_STEP = 200
 """A larger value overflows in every format. Its power of two is still a float64."""
+
+
+def _check(name: str, rounding: str, seed: int | Tensor | None) -> None:
+    is_drawn = rounding == "stochastic" and seed is not None
+    if name == "float64" or not (is_drawn or rounding == "nearest"):
+        raise FormatError(
+            f"Cannot round to {name} by {rounding!r} with the seed {seed}.",
+            "Round to a format that float32 holds, to 'nearest', or 'stochastic' with seed=.",
+        )
 
 
 def _power(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
-    """Return a uniform number of 31 bits in [0, 1) for each element, of its seed, index and bits."""
+def _drawn(steps: Tensor, x: Tensor, seed: int | Tensor) -> Tensor:
+    """Round steps to one of their two neighbours by a uniform number of 31 bits in [0, 1) for each
+    element, a hash of its seed, index and bits.
+    """
     word = _low_word(torch.as_tensor(seed, dtype=torch.int64, device=x.device))
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
     if x.dtype is torch.float64:
@@ -335,7 +317,9 @@ def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
     else:
         bits = bits_of(x.detach().float())
     place = random_bits(_low_word(index), word)
-    return (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
+    uniform = (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
+    whole = steps.floor()
+    return whole + (steps - whole >= 1 - uniform)
 
 
 def _low_word(x: Tensor) -> Tensor:

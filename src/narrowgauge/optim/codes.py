@@ -167,21 +167,15 @@ def in_range(storage: Storage, visible: Tensor) -> Tensor:
 
 def weight_bits(visible: str, word: Tensor) -> Tensor:
     """Return the bits of a visible weight (:func:`visible_value`) from a word of its format."""
-    if visible == "float32":
-        return word
-    bits = word << 16
-    if visible == "float16":  # to a float32's sign, exponent and mantissa fields
-        bits = ((bits & 0x7FFF0000) >> 3) | (bits & SIGN)
-    return bits
+    size, below, _ = VISIBLE[visible]
+    bits = word << (32 - size)
+    return ((bits & MAGNITUDE) >> (32 - size - below)) | (bits & SIGN)
 
 
 def weight_word(visible: str, bits: Tensor) -> Tensor:
     """Return the word of a visible weight: the inverse of :func:`weight_bits`."""
-    if visible == "float32":
-        return bits
-    if visible == "float16":
-        bits = ((bits << 3) & 0x7FFF0000) | (bits & SIGN)
-    return bits >> 16
+    size, below, _ = VISIBLE[visible]
+    return (((bits << (32 - size - below)) & MAGNITUDE) | (bits & SIGN)) >> (32 - size)
 
 
 # ── a weight and its states ───────────────────────────────────────────────────────────────────────
@@ -212,13 +206,10 @@ class Values(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Hold the outputs of a step: int32 bits of the visible weight and of every field in place, and
-    the change that was intended.
-    """
+    """Hold the outputs of a step: int32 bits of the visible weight and of every field in place."""
 
     visible: Tensor
     fields: dict[str, Tensor]
-    intended: Tensor
 
 
 def lane_of(
@@ -250,10 +241,9 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     places = shares(storage)
     if not places:
         return result
+    mantissa = visible_bits(storage.visible, gradient) & MANTISSA
     if storage.visible == "bfloat16":
-        mantissa = (bits_of(gradient) >> 16) & 0x7F
-    else:
-        mantissa = visible_bits(storage.visible, gradient) & MANTISSA
+        mantissa = mantissa >> 16
     random = random_bits(bits_of(weight) ^ mantissa, seed)
     for name, (start, borrowed) in places.items():
         word = random
@@ -359,7 +349,7 @@ def write(
         fields = write_low(storage, lane, visible, rest)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    return Written(visible, fields, change)
+    return Written(visible, fields)
 
 
 def write_weight(
@@ -433,14 +423,9 @@ def write_parts(
 # ── what an audit reads ───────────────────────────────────────────────────────────────────────────
 
 
-def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the changes of a step for an audit, float32: intended, of the stored weight, of the
-    visible weight.
-    """
-    fields = dict(lane.fields)
-    for name, bits in written.fields.items():
-        fields[name] = bits, lane.fields[name][1]
-    after = Lane(written.visible, lane.gradient, fields, lane.scales)
-    stored = read_weight(storage, after) - read_weight(storage, lane)
-    old = visible_value(storage.visible, lane.visible)
-    return written.intended, stored, visible_value(storage.visible, written.visible) - old
+def weight_after(storage: Storage, lane: Lane, written: Written) -> Tensor:
+    """Return the stored weight after a step."""
+    fields = {}
+    for name in storage.beside:
+        fields[name] = written.fields[name], lane.fields[name][1]
+    return read_weight(storage, Lane(written.visible, lane.gradient, fields, {}))

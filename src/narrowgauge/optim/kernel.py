@@ -114,13 +114,13 @@ def in_expansions(inputs: Inputs) -> Written:
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
     rounding = NearestEven(dropped_bits(storage.weight))
     pair = finite_or_zero(high), low
-    change, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
+    _, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
     fields = codes.write_low(storage, lane, visible, torch.where(is_finite, stepped[1], low))
     for name, parts in zip(rule.states, new, strict=True):
         fields |= codes.write_parts(storage, lane, name, parts, None)
-    return Written(visible, fields, change)
+    return Written(visible, fields)
 
 
 def average(

@@ -100,9 +100,4 @@ def torch_states(
             states[parameter] = {"step": int(entry["step"])}
             for name in STATE_NAMES:
                 states[parameter][name] = at_least_float32(entry[name]).contiguous()
-    if state_dict["state"] and not states:
-        raise DataError(
-            "Cannot load a state whose keys are not numbers of its parameters.",
-            "Give the optimizer's state_dict().",
-        )
     return states

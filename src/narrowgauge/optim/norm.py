@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import Squares, exact_squares, largest_magnitude
 from narrowgauge.optim.step_cpp import norm_functions
-from narrowgauge.optim.table import FORMATS, PLACE, Programs, kernels_of
+from narrowgauge.optim.table import FORMATS, Programs, kernels_of
 from narrowgauge.torch_support.proof import draw, why_not
 
 SPAN = 8192
@@ -44,10 +44,9 @@ class SquaresTable(Squares):
         counts = [len(members) for _, members in groups]
         numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
         self.programs.lay_out([(1, x.numel()) for x in self._tensors])
-        self.programs.rows[:, 1] = [x.data_ptr() for x in self._tensors]
-        self.programs.find_aligned()
-        self.programs.rows[:, PLACE["format"]] = [FORMATS[x.dtype] for x in self._tensors]
-        self.programs.rows[:, PLACE["number"]] = numbers.numpy()
+        self.programs.rows["addresses"][:, 1] = [x.data_ptr() for x in self._tensors]
+        self.programs.rows["format"] = [FORMATS[x.dtype] for x in self._tensors]
+        self.programs.rows["number"] = numbers.numpy()
         self._num_groups = len(groups)
         self.programs.send()
         peaks = torch.zeros(len(self._tensors), dtype=torch.int32, device=self.programs.device)

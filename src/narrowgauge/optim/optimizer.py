@@ -43,7 +43,6 @@ from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_number
-from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Params = nn.Module | Iterable[Any]
@@ -158,12 +157,10 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RecipeError: the rule cannot obey an option, the storage is unknown, or no storage like
                 it holds a parameter's format.
-            ChipError: a parameter is on a device without float64.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            require_float64(group["params"])
             validation.check_options(group, self.rule)
             validation.check_vectors(group, self.rule)
             refuse_shared_memory(self._parameters())
@@ -205,9 +202,8 @@ class Optimizer(torch.optim.Optimizer):
         self.adopt(values)
         names = self.parameter_names()
         self.rounded += [names[parameter] for parameter in values]
-        storages = {f"'{self.storage_of(parameter).name}'" for parameter in values}
         total = sum(value.numel() for value in values.values())
-        warnings.warn(ROUNDED.format(total, ", ".join(sorted(storages))), stacklevel=4)
+        warnings.warn(ROUNDED.format(total, self.defaults["storage"]), stacklevel=4)
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 
@@ -296,17 +292,12 @@ class Optimizer(torch.optim.Optimizer):
                 taken. A stochastic code rounds stochastically: to the nearest, many equal values
                 would have the same error.
         Raises:
-            RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an
-                unknown name, or a value has another shape.
+            KeyError: a tensor is not a parameter of the optimizer.
+            RecipeError: a state has no weight or an unknown name, or a value has another shape.
         """
         states = states or {}
-        unknown = {*values.keys() - set(self._parameters()), *states.keys() - values.keys()}
-        if unknown:
-            raise RecipeError(
-                f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
-                "optimizer does not step it, or it has states and no weight.",
-                "Pass a weight for each parameter, by the parameters of this optimizer.",
-            )
+        if not states.keys() <= values.keys():
+            raise RecipeError("Cannot adopt states without the weights of their parameters.")
         for p, weight in values.items():
             self.kernels.check_values(self.group_of(p), p, weight, states.get(p, {}))
         for group in self.param_groups:
@@ -354,15 +345,14 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix
             rule may have other shapes, and are whole on every rank. Before the first step the
-            weight is the parameter itself and states are zero.
+            weight is the parameter itself, and there are no states.
         Raises:
             KeyError: the parameter or the name is unknown.
         """
-        state = self.local_state(parameter)
-        if state is None:
-            group = self.group_of(parameter)
-            entry = self.kernels.new_state(group, parameter)
-            state = self.kernels.local_part(group, parameter, entry)
+        group = self.group_of(parameter)
+        if name == "weight" and not self.has_state(parameter):
+            return parameter.detach().to(torch.float32, copy=True)
+        state = self.kernels.local_part(group, parameter, self.state.get(parameter, {}))
         if name not in ("weight", *state.names):
             raise KeyError(
                 f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
@@ -465,18 +455,25 @@ class Optimizer(torch.optim.Optimizer):
 
         Make missing ones, and collect the gradients, in the parameters' formats or float32.
         """
-        pairs: dict[Tensor, Tensor] = {}
+        members = []
+        missing = []
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
-            if gradient is not None:
-                if gradient.dtype not in (parameter.dtype, torch.float32):
-                    gradient = gradient.float()
-                pairs[parameter] = gradient
-        self.make_missing(group, list(pairs))
-        gradients += pairs.values()
+            if gradient is None:
+                continue
+            if gradient.dtype not in (parameter.dtype, torch.float32):
+                gradient = gradient.float()
+            gradients.append(gradient)
+            entry = self.state.get(parameter, {})
+            if "step" not in entry:
+                missing.append(parameter)
+            members.append((parameter, gradient, entry))
+        self.make_missing(group, missing)
         states = []
-        for parameter, gradient in pairs.items():
-            state = self.kernels.local_part(group, parameter, self.state[parameter])
+        for parameter, gradient, entry in members:
+            if "step" not in entry:
+                entry = self.state[parameter]
+            state = self.kernels.local_part(group, parameter, entry)
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
                 validation.refuse_gradient(parameter, gradient)

@@ -12,7 +12,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Shapes, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
@@ -89,7 +89,9 @@ class Kernels:
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
         """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
         kernel = self.kernel_of(group, parameter)
-        extras = extras_of(kernel.rule, parameter.shape, group)
+        extras: Shapes = {}
+        if kernel.is_matrix:
+            extras = extras_of(kernel.rule, parameter.shape, group)
         return LocalState(parameter, state, kernel, extras)
 
     def new_state(self, group: Group, parameter: Tensor) -> State:
@@ -103,17 +105,13 @@ class Kernels:
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
     ) -> None:
-        """Refuse states of unknown names, and values of another shape than the parameter and its
-        states here.
-        """
+        """Refuse states of unknown names, and values of another shape than the parameter."""
         rule = self.rule_in(group, parameter)
         names = ["weight", *dict(rule.stored_states)]
-        shapes: dict[str, Any] = dict.fromkeys(names, local_of(parameter).shape)
-        for name, extra in extras_of(rule, parameter.shape, group).items():
-            shapes[name] = extra.shape
         for name, value in {"weight": weight, **states}.items():
-            if name != "step" and (name not in shapes or local_of(value).shape != shapes[name]):
+            is_state = name in names and local_of(value).shape == local_of(parameter).shape
+            if name != "step" and not is_state:
                 raise RecipeError(
                     f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}: rule '{rule.name}' has {', '.join(shapes)}."
+                    f"{tuple(parameter.shape)}: rule '{rule.name}' has {', '.join(names)}."
                 )

@@ -152,7 +152,7 @@ class Sample:
                 intended = self.change + decay
             still = {**scalars, rule.decay: torch.zeros_like(scalars[rule.decay])}
             inputs = Inputs(rule, storage, self.lane, self.change, still, numbers.seed)
-            arrived = stored - codes.changes(storage, self.lane, advance(inputs))[1]
+            arrived = stored - (codes.weight_after(storage, self.lane, advance(inputs)) - weight)
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
@@ -160,11 +160,7 @@ class Sample:
         return torch.stack([part.sum(0) for part in parts])
 
 
-def _versions(states: States) -> list[int]:
+def _versions(states: States) -> tuple[list[int], list[int]]:
     """Return what changes when anything but a kernel writes the states, or others take their place."""
-    versions = []
-    for state in states:
-        versions.append(id(state.owner))
-        for plane in state.planes.values():
-            versions.append(plane._version)
-    return versions
+    owners = [id(state.owner) for state in states]
+    return owners, [plane._version for state in states for plane in state.planes.values()]

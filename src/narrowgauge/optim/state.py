@@ -9,7 +9,7 @@ what a script changes, moves or removes between two steps is seen by the next on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,10 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, part_of_row, placed_like
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.planes import BLOCK, INTEGER, as_rows, bounds_shape, row_dims
-from narrowgauge.optim.rules.matrix import MatrixState
+from narrowgauge.optim.planes import BLOCK, as_rows, bounds_shape, row_dims
+from narrowgauge.optim.rules.matrix import Shapes
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import BFLOAT16, FLOAT32, WINDOW, Code, width_of
-
-Extras = Mapping[str, MatrixState]
-"""The states of a matrix rule that have shapes of their own, by name."""
+from narrowgauge.spec.storages import WINDOW
 
 
 class State(dict[str, Any]):
@@ -53,43 +50,19 @@ class Spec(NamedTuple):
     shape: Sequence[int]
 
 
-def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
+def specs_of(parameter: Tensor, kernel: Kernel, extras: Shapes) -> list[Spec]:
     """Return the local tensors of a parameter's state."""
     shape = local_of(parameter).shape
-    key = shape, parameter.shape
-    if key in kernel.specs and not extras:  # each step asks for each tensor
-        known: list[Spec] = kernel.specs[key]
-        return known
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
         form = bounds_shape(shape, row_dims(parameter.shape))
         specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, form))
-    for name, extra in extras.items():
-        code = kernel.storage.code(extra.role)
-        key_of_extra = saved_as(name, code)
-        specs.append(Spec("extras", name, key_of_extra, alone_dtype(code), extra.shape))
-        if code.scaled:
-            rows = (*extra.shape[:-1], 1)
-            specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
-    kernel.specs[key] = specs
+    for name, form in extras.items():
+        specs.append(Spec("extras", name, name, torch.float32, form))
     return specs
 
 
-def alone_dtype(code: Code) -> torch.dtype:
-    """Return PyTorch's dtype with the same bits, if there is one."""
-    if code == FLOAT32:
-        return torch.float32
-    if code == BFLOAT16:
-        return torch.bfloat16
-    return INTEGER[width_of(((code.name, code.bits),))]
-
-
-def saved_as(name: str, code: Code) -> str:
-    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
-    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
-
-
-def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
+def new_state(parameter: Tensor, kernel: Kernel, extras: Shapes) -> State:
     """Return zeroed tensors for a parameter. Zero encodes 0; a master is not set yet."""
     local = local_of(parameter.detach())
     storage = kernel.storage
@@ -101,9 +74,7 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
             f"Shard matrices along their first dimension, or use '{storage.fallback}'.",
         )
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
-    used = [storage.code(name) for name, _ in storage.states]
-    used += [storage.code(extra.role) for extra in extras.values()]
-    if any(code.lowest in (WINDOW, 2 * WINDOW) for code in used):
+    if any(storage.code(name).lowest in (WINDOW, 2 * WINDOW) for name, _ in storage.states):
         state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
     for spec in specs_of(parameter, kernel, extras):
         if spec.kind == "planes":
@@ -124,11 +95,11 @@ def check_tensor(
     """Refuse a value that cannot be the local tensor ``name`` of a kernel's state."""
     if isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape:
         return
-    has = f"has no '{name}'"
+    given = "nothing"
     if isinstance(value, Tensor):
-        has = f"has a '{name}' of {dtype_name(value.dtype)} and shape {tuple(value.shape)}"
+        given = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
     raise RecipeError(
-        f"Cannot use a state that {has}: rule '{kernel.rule.name}' in storage "
+        f"Cannot use {given} as '{name}' of a state: rule '{kernel.rule.name}' in storage "
         f"'{kernel.storage.name}' needs {dtype_name(dtype)} of shape {tuple(shape)}.",
         "Set formats, shapes and options (storage, rule, rank, momentum) before the first step, and "
         "load states of the same ones. ng.to_torch_state(old) converts others.",
@@ -148,10 +119,7 @@ class LocalState:
             ``[rows, blocks]``. A rounded value may exceed its bound: the window ends at 1.7 times the
             power of two above.
         form: rows and columns.
-        extras: a matrix rule's states that are separate from the weight.
-        extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32
-            ``[…, rows, 1]``.
-        extra_codes: their codes.
+        extras: a matrix rule's states that are separate from the weight, float32.
         step: the number of steps taken.
         gradient: set for a step.
         change: of a matrix rule, float32 in the parameter's shape: during a step the averaged
@@ -159,7 +127,7 @@ class LocalState:
     """
 
     def __init__(
-        self, owner: Tensor, entry: dict[str, Any], kernel: Kernel, extras: Extras
+        self, owner: Tensor, entry: dict[str, Any], kernel: Kernel, extras: Shapes
     ) -> None:
         self.owner = owner
         self.entry = entry
@@ -169,8 +137,8 @@ class LocalState:
         self.step = int(entry["step"])
         self.gradient: Any = None
         self.change: Any = None
-        strange = kernel.packed_names & entry.keys()
-        if strange:
+        if not kernel.packed_names.isdisjoint(entry):
+            strange = kernel.packed_names & entry.keys()
             raise RecipeError(
                 f"Cannot step with '{min(strange)}' in a state whose '{min(strange)}' is packed.",
                 "Remove it, and call optimizer.adopt(weights, states).",
@@ -182,13 +150,16 @@ class LocalState:
         self.planes: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
         self.extras: dict[str, Tensor] = {}
-        self.extra_bounds: dict[str, Tensor] = {}
-        self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
+        key = self.parameter.shape, owner.shape
+        specs = kernel.specs.get(key)  # each step asks for each tensor
+        if specs is None or extras:
+            specs = kernel.specs[key] = specs_of(owner, kernel, extras)
+        into = vars(self)
         device = self.parameter.device
-        for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
+        for kind, field, name, dtype, shape in specs:
             value: Any = entry.get(name)
-            local: Any = local_of(value)
-            if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
+            local = local_of(value)
+            if value is None or local.dtype is not dtype or local.shape != shape:
                 check_tensor(name, local, dtype, shape, kernel)
             if local.device != device:  # the model has moved
                 entry[name] = value.to(device)
@@ -196,7 +167,7 @@ class LocalState:
             self.tensors[name] = local
             if kind == "bounds":
                 local = local.view(block_form)
-            getattr(self, kind)[field] = local
+            into[kind][field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is

@@ -23,7 +23,6 @@ from narrowgauge.numerics.dtensor import gathered, own_part
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
-from narrowgauge.optim.extras import extra_values, store_extra
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.optim.state import LocalState
@@ -118,8 +117,7 @@ class Step:
                 continue
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
-            self.tables[kernel].set(alike)
-            self.tables[kernel].launch(self.control)
+            self.tables[kernel].step(alike, self.control)
         return refused
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
@@ -148,8 +146,8 @@ def _direct(
     """Replace the gradient of a whole matrix by its step, and store its own states."""
     rule = state.kernel.rule
     assert isinstance(rule, MatrixRule)
-    states = {name: extra_values(state, name, index) for name in state.extras}
+    states = {name: memory[index] for name, memory in state.extras.items()}
     change, new = rule.direction(matrix, states, options, state.step + 1)
     for name, values in new.items():
-        store_extra(state, name, values, numbers.seed, numbers.values[1] != 0, index)
+        states[name].copy_(torch.where(numbers.control[1] != 0, states[name], values))
     matrix.copy_(change)

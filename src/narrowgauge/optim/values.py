@@ -11,7 +11,6 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import cells, codes
-from narrowgauge.optim.extras import extra_values, store_extra
 from narrowgauge.optim.planes import block_peaks
 from narrowgauge.optim.walk import spans
 
@@ -34,7 +33,7 @@ def stored(state: LocalState, name: str) -> Tensor:
     A weight rounds to the parameter (:func:`narrowgauge.optim.cells.inside_cell`).
     """
     if name in state.extras:
-        return extra_values(state, name).clone()
+        return state.extras[name].clone()
     storage = state.storage
     shape = state.parameter.shape
     dtype = codes.value_dtype(storage)
@@ -83,7 +82,7 @@ def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> N
     A stochastic code rounds stochastically under ``seed`` (0-d int32).
     """
     if name in state.extras:
-        store_extra(state, name, values, seed)
+        state.extras[name].copy_(values)
         return
     storage = state.storage
     value = values.detach().to(codes.value_dtype(storage))

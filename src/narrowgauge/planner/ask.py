@@ -172,6 +172,5 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
         if "rank" in rule.options:  # a basis and the moments of coordinates
             shorter, longer = sorted((weight.in_features, weight.out_features))
             numbers = min(rule.options["rank"], shorter) * weight.count
-            bits = (shorter + longer) * storage.exp_avg.bits + longer * storage.exp_avg_sq.bits
-            state[place, "whole"] += numbers * bits / 8
+            state[place, "whole"] += 4 * numbers * (shorter + 2 * longer)
     return state

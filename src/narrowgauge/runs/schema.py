@@ -25,11 +25,6 @@ Row = dict[str, Any]
 VERSION = 2
 """The version of the run folder. Other versions are refused."""
 
-UNAVAILABLE = "unavailable"
-"""Prefix in the table ``arithmetic`` of ``run.toml``: this machine cannot run the probe. Such
-results are not compared.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Column:

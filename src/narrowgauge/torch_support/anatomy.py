@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -85,21 +85,21 @@ def parts(model: nn.Module) -> Parts:
 # ── sets of modules ───────────────────────────────────────────────────────────────────────────────
 
 
-def _with_children(modules: Iterable[Any]) -> set[nn.Module]:
+def _with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
     result: set[nn.Module] = set()
     for module in modules:
-        if isinstance(module, nn.Module):
-            result.update(module.modules())
+        result.update(module.modules())
     return result
 
 
 def _adapters(model: nn.Module) -> set[nn.Module]:
-    adapters: list[Any] = []
+    adapters: set[nn.Module] = set()
     for module in model.modules():
         for name in getattr(module, "adapter_layer_names", ()):
-            if name != "modules_to_save":
-                adapters.append(getattr(module, name, None))
-    return _with_children(adapters)
+            holder = getattr(module, name, None)
+            if name != "modules_to_save" and isinstance(holder, nn.Module):
+                adapters.update(holder.modules())
+    return adapters
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:

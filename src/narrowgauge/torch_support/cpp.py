@@ -13,7 +13,6 @@ import hashlib
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -62,10 +61,7 @@ def _command(compiler: str) -> tuple[str, ...]:
     """Return the command that builds a library, without the flags that this compiler refuses."""
     command = [*shlex.split(compiler), *_FLAGS, "-march=native"]
     command += _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), [])
-    threads = ["-fopenmp"]
-    if sys.platform == "darwin":
-        threads = ["-Xclang", "-fopenmp"]
-    for optional in (threads, _TUNING):
+    for optional in (["-fopenmp"], _TUNING):
         tried = [*command, *optional, "-fsyntax-only", "-x", "c++", os.devnull]
         if subprocess.run(tried, capture_output=True, check=False).returncode == 0:
             command += optional

@@ -11,13 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import sys
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-from narrowgauge.errors import ChipError
 
 # Instruction sets that multiply a format; any of them suffices.
 _MULTIPLYING = {
@@ -55,22 +50,6 @@ def _cpuinfo(key: str, file: Path) -> str:
     return ""
 
 
-def require_float64(tensors: Iterable[Any]) -> None:
-    """Refuse tensors on a device without float64, such as a Mac's GPU. Norms and audits need it.
-
-    Raises:
-        ChipError: a tensor is on the device ``mps``.
-    """
-    if any(tensor is not None and tensor.device.type == "mps" for tensor in tensors):
-        raise ChipError(
-            "Cannot use device 'mps', a Mac's GPU: it has no float64, in which norms of gradients "
-            "and audits are summed.",
-            "Train on the Mac's CPU: model.to('cpu'); use_cpu=True in Hugging Face's "
-            "TrainingArguments, accelerator='cpu' in "
-            "Lightning.",
-        )
-
-
 def installed_version(package: str) -> str | None:
     """Return the version of a package without importing it, or ``None`` if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
@@ -82,8 +61,8 @@ def installed_version(package: str) -> str | None:
 
 
 def compiler_name() -> str:
-    """Return the C++ compiler that PyTorch calls: ``CXX``, or the platform's."""
-    return os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    """Return the C++ compiler: ``CXX``, as PyTorch has it, or g++."""
+    return os.environ.get("CXX") or "g++"
 
 
 _usable = instruction_sets()

@@ -48,10 +48,10 @@ def require(run: Path) -> tuple[Path, list[str]]:
             if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
                 return folder, damaged
         damaged.append(folder.name)
-    reason = "it has no checkpoint"
-    if damaged:
-        reason = f"its checkpoints do not match their checksums ({', '.join(damaged)})"
-    raise RecordError(f"Cannot load {run}: {reason}.", "Restore them, or name another run.")
+    raise RecordError(
+        f"Cannot load {run}: it has no good checkpoint; damaged: {', '.join(damaged) or 'none'}.",
+        "Restore one, or name another run.",
+    )
 
 
 def notes_of(folder: Path) -> Row:

@@ -11,7 +11,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,12 +167,10 @@ def _signals() -> Iterator[list[int]]:
         # Past Python's buffers: the signal may have interrupted a print.
         os.write(2, b"Stopping after this step; press Ctrl-C again to stop at once.\n")
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with ExitStack() as undo:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            undo.callback(signal.signal, number, signal.signal(number, receive))
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def load(folder: Path) -> Session:

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prepare
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.tables import Row
@@ -61,13 +60,6 @@ class Session:
 def build(settings: Settings, tokens: Tokens) -> Session:
     """Build a session at step 0."""
     model = language_model.build(settings.model, vocab_size=tokens.vocab_size, seed=settings.seed)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    if settings.sequence_length > positions:
-        raise RecipeError(
-            f"Cannot train: {settings.model} has {positions} positions, and sequences have "
-            f"{settings.sequence_length} tokens.",
-            f"Use --sequence-length {positions} or less, or another --model.",
-        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     here = all_ranks()

@@ -48,7 +48,7 @@ def read_texts(source: Path) -> Iterator[str]:
             if file.suffix != ".jsonl":
                 yield text
                 continue
-            for line in text.splitlines():
+            for line in filter(None, text.split("\n")):  # a text may hold other ends of lines
                 yield json.loads(line)["text"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(

@@ -41,7 +41,7 @@ _BY_VALUE = (
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
-_KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_backward")
+_KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "threshold_backward", "hardtanh_backward")
 _FEWEST = 64
 """Elements of a cast whose range is judged."""
 

@@ -32,17 +32,8 @@ Result = tuple[Tensor, dict[str, Tensor]]
 NEGATIVE_DECAY = "negative_decay"
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixState:
-    """One state tensor of a matrix rule, of a shape of its own.
-
-    Every rank has the whole of it. A stack has one per matrix.
-
-    It is stored in the storage's code for the moment ``role``: ``"exp_avg"`` or ``"exp_avg_sq"``.
-    """
-
-    shape: tuple[int, ...]
-    role: str
+Shapes = dict[str, tuple[int, ...]]
+"""Of the states of a matrix rule that have shapes of their own, float32. Every rank has the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +41,7 @@ class MatrixRule:
     """An update rule for whole matrices; all tensors are float32, all states begin as zeros.
 
     Args:
-        states: ``((rows, cols), options) -> states by name``; ``None`` if all are beside the
+        states: ``((rows, cols), options) -> shapes of states``; ``None`` if all are beside the
             weight.
         direction: ``(gradient [rows, cols], states, options, step) -> (step to take, new states)``; steps
             count from 1. The gradient may be overwritten, states may not.
@@ -63,7 +54,7 @@ class MatrixRule:
     """
 
     name: str
-    states: Callable[[tuple[int, int], Options], dict[str, MatrixState]] | None
+    states: Callable[[tuple[int, int], Options], Shapes] | None
     direction: Callable[[Tensor, States, Options, int], Result]
     scalars: tuple[str, ...]
     prepare: Callable[[Options, int], tuple[float, ...]]
@@ -89,15 +80,12 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return shape[0], math.prod(shape[1:])
 
 
-def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
-    """Return the states of a rule that are separate from the weight, by name."""
+def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> Shapes:
+    """Return the shapes of the states of a rule that are separate from the weight, one a matrix."""
     if not isinstance(rule, MatrixRule) or rule.states is None:
         return {}
     *number, rows, cols = matrix_shape(shape)
-    states = rule.states((rows, cols), options)
-    for name, state in states.items():
-        states[name] = MatrixState((*number, *state.shape), state.role)
-    return states
+    return {name: (*number, *x) for name, x in rule.states((rows, cols), options).items()}
 
 
 def decay_of(options: Options) -> float:
@@ -195,14 +183,14 @@ def adam_step(
     return change, *moments
 
 
-def _galore_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
+def _galore_states(shape: tuple[int, int], options: Options) -> Shapes:
     rows, cols = shape
     rank = min(options["rank"], rows, cols)
     coordinates = (rows, rank) if is_tall(rows, cols) else (rank, cols)
     return {
-        "projector": MatrixState((min(rows, cols), rank), "exp_avg"),
-        "projected_exp_avg": MatrixState(coordinates, "exp_avg"),
-        "projected_exp_avg_sq": MatrixState(coordinates, "exp_avg_sq"),
+        "projector": (min(rows, cols), rank),
+        "projected_exp_avg": coordinates,
+        "projected_exp_avg_sq": coordinates,
     }
 
 
