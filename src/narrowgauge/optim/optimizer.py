@@ -252,8 +252,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def name_parameters(self, model: nn.Module) -> None:
         """Use a model's names for unnamed parameters."""
-        for name, parameter in model.named_parameters():
-            self._names[parameter] = plain_name(name)
+        self._names |= {p: plain_name(name) for name, p in model.named_parameters()}
 
     # ── states ────────────────────────────────────────────────────────────────────────────────────
 
@@ -363,9 +362,7 @@ class Optimizer(torch.optim.Optimizer):
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken. Wait for the last step."""
         self.settle()
-        if not self.has_state(parameter):
-            return 0
-        return int(self.state[parameter]["step"])
+        return int(self.state.get(parameter, {}).get("step", 0))
 
     def bytes_per_param(self) -> float:
         """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and the states that
