@@ -154,7 +154,7 @@ class MeasuredRun:
         difference = difference_of(run.job, job)
         rate = job.tokens_per_second * math.pow(run.ratio, _TRUSTS.get(difference, TRUST))
         peak = run.peak_of(job)
-        peaks = _around(peak, SAME if peak == run.peak_gb else "memory")
+        peaks = _around(peak, "memory")
         room = (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
         fits = ("yes" if peaks[1] <= room else "barely") if peak <= room else "no"
         return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
