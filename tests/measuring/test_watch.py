@@ -166,9 +166,13 @@ def frozen_head(loop: Loop) -> None:
     loop.optimizer = loop.make()
 
 
+def never_cleared(loop: Loop) -> None:
+    loop.optimizer.zero_grad = lambda: None
+
+
 HANDMADE = {"kind": ByHand, "dtype": B16, "lr": 1e-4}
 FAULTS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str, str, int]]] = {
-    "never clipped": (nothing, nothing, {"max_grad_norm": 0.01}, ("clip-norm", "", "clip", 1)),
+    "never cleared": (never_cleared, nothing, {}, ("gradients-kept", "", "gradient", 2)),
     "bad gradient": (bad_gradient, nothing, {}, ("nonfinite", "2.up.weight", "gradient", 3)),
     "bad output": (bad_output, nothing, {}, ("nonfinite", "2", "forward", 3)),
     "bad weight": (nothing, bad_weight, {}, ("nonfinite", "1.down.bias", "between steps", 4)),
