@@ -145,7 +145,7 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
                 changes["tokens_per_step"] = wanted.job.tokens_per_step
             with contextlib.suppress(NarrowgaugeError):
                 told = known.next(**changes)
-                if told.difference == SAME:
+                if told.difference == SAME:  # two measurements of one question are no plan
                     continue
                 rates = wanted.tokens_per_second, told.tokens_per_second, told.rate_interval
                 yield Fact(*names, told.difference, "speed", *rates)
@@ -204,7 +204,8 @@ def main() -> int:
         print(f"{fact.name:55} {fact.what:7} {fact.measured:12,.1f} {fact.planned:12,.1f}")
         kind = "mixture" if fact.kind == "mixture" else "all but mixtures"
         for group in {fact.kind, kind, fact.source}:
-            groups[fact.what, group].append(fact)
+            if fact not in groups[fact.what, group]:
+                groups[fact.what, group].append(fact)
         groups["all", fact.source].append(fact)
     for (what, group), chosen in sorted(groups.items()):
         print(f"{what}, {group}: {summary(chosen)}")

@@ -118,15 +118,6 @@ def in_float32(storage: str) -> dict[str, str]:
     return fingerprint(train(training, give=give))
 
 
-def as_main_grad(storage: str) -> dict[str, str]:
-    """Hand gradients over as Megatron does."""
-
-    def give(p: Tensor, value: Tensor) -> None:
-        p.main_grad = value.float()  # type: ignore[attr-defined]
-
-    return fingerprint(train(start(storage), give=give))
-
-
 def channels_last(storage: str) -> dict[str, str]:
     training = start(storage)
     training.model.to(memory_format=torch.channels_last)
@@ -160,7 +151,7 @@ def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
 
 
 WAYS = [
-    deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last,
+    deep_copied, pickled, copied_before_the_first_step, in_float32, channels_last,
     in_micro_batches, with_a_rate_in_a_tensor,
 ]  # fmt: skip
 

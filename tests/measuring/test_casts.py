@@ -39,9 +39,9 @@ def attached(model: nn.Module, every: int = 1) -> tuple[Gauges, torch.optim.Opti
     return Gauges(Hub(model, [optimizer], model), optimizer, every, rows.append), optimizer, rows
 
 
-def narrow() -> nn.Module:
+def narrow() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 8)).bfloat16()
+    model = nn.Sequential(nn.Linear(32, 8, dtype=torch.bfloat16))
     ng.swap_linears(model, "float8-row")
     return model
 

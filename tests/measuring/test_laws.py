@@ -177,6 +177,8 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
     assert told(search) == []
     micro_batches = stepped(lambda s: {"skipped": s % 4 != 0})
     assert told(micro_batches) == []
+    (first, *_) = told(stepped(lambda s: {"skipped": s > 2}))
+    assert (first.what, first.step) == ("skipped-steps", 3)
     readings = told(stepped(lambda s: {"skipped": s % 7 in (0, 2, 3, 4)}))
     assert {reading.what for reading in readings} == {"skipped-steps"}
     bad_loss = {**overflow, "loss": math.nan}

@@ -34,10 +34,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def recorded(
     folder: Path,
     before_step: Callable[[nn.Module, int], object] = lambda model, step: None,
@@ -48,7 +44,7 @@ def recorded(
 ) -> Run:
     """Train, and return the record; ``shift`` changes the batches from step 4 on."""
     model = model_of(seed)
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ng.RunRecorder(folder, model, optimizer, fingerprints_every=every) as recorder:
         for step in range(1, STEPS + 1):
             before_step(model, step)
@@ -90,21 +86,21 @@ def scaled_gradient(model: nn.Module, step: int) -> None:
         model.get_parameter("1.weight").register_hook(lambda gradient: gradient * 1.01)
 
 
-CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
-    "another seed": ({"seed": 1}, (0, "start", "weight:0.weight"), "No recorded setting differs."),
-    "other batches": ({"shift": 10}, (4, "data", "tokens:batch"), "No recorded setting differs."),
-    "a gradient times 1.01": ({"before_step": scaled_gradient}, (4, "gradient", "grad:1.weight"), "(gradient)"),
-    "a flipped bit": ({"before_step": flipped_bit}, (4, "forward", "output:1"), "(forward)"),
-}  # fmt: skip
-"""By case: what is changed, the step, stage and tensor of the first difference, and a sentence."""
+CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str]]] = {
+    "another seed": ({"seed": 1}, (0, "start", "weight:0.weight")),
+    "other batches": ({"shift": 10}, (4, "data", "tokens:batch")),
+    "a gradient times 1.01": ({"before_step": scaled_gradient}, (4, "gradient", "grad:1.weight")),
+    "a flipped bit": ({"before_step": flipped_bit}, (4, "forward", "output:1")),
+}
+"""By case: what is changed, then the step, stage and tensor of the first difference."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_changed_is_located(name: str, tmp_path: Path) -> None:
-    options, place, sentence = CASES[name]
+    options, place = CASES[name]
     runs = TwoRuns(recorded(tmp_path / "plain"), recorded(tmp_path / "other", **options))
     (first,) = runs.readings
-    assert (first.step, first.stage, first.tensor) == place and sentence in str(runs)
+    assert (first.step, first.stage, first.tensor) == place
 
 
 def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def lasting(run: Any) -> list[list[Any]]:
     return [[row.get(name) for name in LASTING] for row in run.steps]
 
 
+def unseen_of(run: Any) -> set[str]:
+    return {event["tensor"] for event in run.events if event["what"] == "unseen"}
+
+
 def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "whole", model, optimizer, gauges_every=2) as recorder:
@@ -107,6 +111,7 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
         train(model, optimizer, recorder, range(6))
     run = ng.read_run(tmp_path / "run")
     assert [row["step"] for row in run.gauges] == [4, 8]
+    assert "casts of layers" in unseen_of(run)
     assert [row["step"] for row in run.steps] == [*range(1, 9)] and "lr" not in run.steps[1]
 
 
@@ -131,6 +136,7 @@ def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
     assert [row["lr"] for row in run.steps] == [0.5, 0.25, 0.125, 0.0625]
     assert ["loss" in row for row in run.steps] == [False, False, True, False]
     assert {event.get("severity") for event in run.events} == {"note"}
+    assert "casts of layers" not in unseen_of(run)
     assert run.summary is not None and run.summary["weights_fingerprint"]
 
 
@@ -201,5 +207,4 @@ def test_sharded_weights_have_one_fingerprint_and_what_is_not_followed_is_said(
     first, second = run_ranks(loops, 2, tmp_path / "ranks", tmp_path)[0]
     assert first.summary["weights_fingerprint"] == second.summary["weights_fingerprint"]
     assert [row["step"] for row in first.steps] == [1, 2, 3]
-    unseen = {event["tensor"] for event in first.events if event["what"] == "unseen"}
-    assert {"norms and weights over ranks", "gradients that were not cleared"} <= unseen
+    assert {"norms and weights over ranks", "gradients that were not cleared"} <= unseen_of(first)

@@ -136,14 +136,6 @@ def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
 
-@pytest.mark.parametrize(("storage", "factor"), [("word", 4), ("float16/naive", 16)])
-def test_gradients_beyond_a_storages_range_raise_an_alarm(storage: str, factor: float) -> None:
-    size = factor * STORAGES[storage].gradients[1]
-    with pytest.warns(UpdateLossWarning, match=rf"storage '{storage}' rounds .* '.*split' would"):
-        _, reading = late_slope(storage, size)
-    assert not 0.9 < reading.edq < 1.1
-
-
 @pytest.mark.parametrize("storage", STALLED)
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from optim.pairs import parameters
-from tensors import bits, take_steps
+from tensors import bits
 
 
 def test_adopted_values_are_kept_in_float64_nan_included() -> None:
@@ -36,10 +35,3 @@ def test_adopted_values_are_kept_in_float64_nan_included() -> None:
     ours = ng.AdamW([copied], storage="float64")
     ours.load_state_dict(torch_adamw.state_dict())
     assert torch.equal(ours.stored(copied, "exp_avg"), torch_adamw.state[wide]["exp_avg"])
-
-
-def test_an_audit_reads_that_all_arrives() -> None:
-    optimizer = ng.AdamW(parameters("float64"), storage="float64", low_bits="zero", audit_every=1)
-    take_steps(optimizer, range(3))
-    for reading in ng.audit(optimizer).values():
-        assert reading.edq == pytest.approx(1, abs=1e-12)

@@ -163,13 +163,6 @@ def test_what_is_refused_changes_nothing() -> None:
     take_steps(optimizer, range(1))
 
 
-def test_neighbours_in_one_memory_step() -> None:
-    memory = torch.zeros(8, 8, dtype=torch.bfloat16)
-    optimizer = ng.AdamW([nn.Parameter(memory[:, ::2]), nn.Parameter(memory[:, 1::2])])
-    take_steps(optimizer, range(1))
-    assert memory.all()
-
-
 def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
     optimizer = ng.Muon([narrow(4, 6)], lr=0.02)
     optimizer.add_param_group({"params": [narrow(5)], "rule": "adamw", "lr": 3e-4})

@@ -12,8 +12,6 @@ from narrowgauge.spec.notation import ALIASES, REFUSED, parse
 from narrowgauge.spec.recipes import is_pair
 from narrowgauge.spec.storages import STORAGES
 
-WORD = parse("bfloat16/word")
-
 
 def test_full_names_parse_to_themselves() -> None:
     for compute, storage in itertools.product(COMPUTES.values(), STORAGES.values()):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import (
@@ -29,7 +29,6 @@ from narrowgauge.measuring.passes import (
     Pass,
     Passes,
     micro_batches,
-    trained_leaves,
 )
 from narrowgauge.measuring.places import add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
@@ -117,7 +116,10 @@ def _compare(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, result: Readings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
-    leaves = set_up.outside | trained_leaves(set_up.model)  # masters have their weights' names
+    leaves = set_up.outside  # masters, which have their weights' names
+    for name, p in set_up.parameters.items():
+        if p.requires_grad and not p.is_meta:
+            leaves[name] = p
     for p in leaves.values():
         if is_sharded(p) or isinstance(getattr(p, "main_grad", None), Tensor):
             words = "not followed through shards and main_grad; check before they are made"
@@ -145,13 +147,13 @@ def _compare(
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
     compare_ranks(passes, first, result)
     try:
-        plain = compare_structure(passes, all_parts, first, result)
-        _add_loss(plain, result)
-        compare_slope(passes, all_parts, result)
-    except NarrowgaugeError:
-        raise
+        _add_loss(compare_structure(passes, all_parts, first, result), result)
     except Exception as error:  # whatever the loss raises of an unwrapped model
-        result.unseen["the gradient"] = words_of(error)
+        result.unseen["the structure of the gradient"] = words_of(error)
+    try:
+        compare_slope(passes, all_parts, result)
+    except Exception as error:
+        result.unseen["the slope of the loss"] = words_of(error)
     return first.gradients
 
 

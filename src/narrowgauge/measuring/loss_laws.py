@@ -38,7 +38,7 @@ def skipped(tell: Tell) -> Law:
                 gaps.add(step.step - last)
             last = step.step
         bound = min(leading, 24) + KINDS["skipped-steps"].bound + 0.05 * (count + taken)
-        is_even = taken in (1, 2) or (len(gaps) == 1 and gaps != {1})
+        is_even = taken and len(gaps) < 2 and gaps != {1}
         if count > bound and (has_scale or not is_even):
             tell("skipped-steps", "", count, None, bound, step=since)
 
@@ -98,7 +98,7 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
     rates: list[float] = []
     medians: list[float] = []
     first = 0
-    num_fast = 0
+    was_slow = False
     lost = 0.0
     while True:
         step = yield
@@ -107,16 +107,15 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
             continue
         usual = median(medians or [0.0])
         bound = usual * KINDS["slower-steps"].bound
-        if rate < usual - bound:
+        is_slow = rate < usual - bound
+        if is_slow:
             first = first or step.step
-            num_fast = 0
             # A log without times lost enough.
             lost += math.inf if step.seconds is None else step.seconds * (1 - rate / usual)
-        else:
-            num_fast += 1
-        if num_fast > 1:
+        elif not was_slow:
             first = 0
             lost = 0.0
+        was_slow = is_slow
         rates.append(rate)
         if len(rates) < size:
             continue

@@ -106,11 +106,6 @@ class Meter(Listener):
         self._outputs: dict[str, Tensor] = {}
         self._row: Row = {}
         self._kept: Tensor | None = None
-        self._version = self._version_of_weights()
-
-    def _version_of_weights(self) -> int:
-        """Return a number that every step of any optimizer increases."""
-        return sum([p._version for p in self.names])
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -279,7 +274,7 @@ class Meter(Listener):
         row: Row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
         if self.has_stepped:
             self._guard(lambda: row.update(self._measured(self._numbers.read())))
-        elif not self._stepped and self._version == self._version_of_weights():
+        elif not self._stepped:
             row["skipped"] = True  # or the row is of a micro-batch
         row = {"step": self.number} | row | told | {"step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}

@@ -21,7 +21,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.resume import generators
-from narrowgauge.numerics.dtensor import is_sharded, named_gradients
+from narrowgauge.numerics.dtensor import named_gradients
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.put_back import put_back
@@ -175,28 +175,17 @@ class Passes:
                     gradients[name] = gradient.detach().to_dense()
             draws = wide.draws or generators() != before
         for name, gradient in gradients.items():
-            if wide.follows(gradient) and not is_sharded(gradient):
+            if wide.follows(gradient):
                 shadows[name] = wide.of(gradient)
         if isinstance(loss, Tensor) and loss.numel() == 1 and wide.follows(loss):
             value = float(wide.of(loss.detach()))
         return Pass(gradients, shadows, loss, value, wide, draws, changed)
 
 
-def trained_leaves(model: nn.Module) -> dict[str, Any]:
-    """Return the tensors of a model that train, by name."""
-    named = model.named_parameters()
-    return {inner_name(n): p for n, p in named if p.requires_grad and not p.is_meta}
-
-
-def inner_name(name: str) -> str:
-    """Return a name without the prefixes of compilers, checkpoints and DistributedDataParallel."""
-    return torch_names.plain_name(name).removeprefix("module.")
-
-
 @contextmanager
 def _weights_put_back(leaves: Mapping[str, Any], changed: list[str]) -> Iterator[None]:
-    """Restore weights, and add the names of those that changed to a list. FSDP2 writes its shards."""
-    copies = {name: p.detach().clone() for name, p in leaves.items() if not is_sharded(p)}
+    """Restore weights, and add the names of those that changed to a list."""
+    copies = {name: p.detach().clone() for name, p in leaves.items()}
     try:
         yield
     finally:

@@ -57,7 +57,7 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
             errors[name] = _distance(first.gradients, first.shadows, [name])
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
-        through = ", ".join(wide.cuts) or "shards"
+        through = ", ".join(wide.cuts)
         result.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
     _add_casts(wide, result)
     if not errors:

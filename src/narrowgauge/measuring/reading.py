@@ -218,9 +218,6 @@ class Readings(Sequence[Reading]):
     def __len__(self) -> int:
         return len(self.readings)
 
-    def __repr__(self) -> str:
-        return f"Readings({[reading.what for reading in self.readings]})"
-
     def __str__(self) -> str:
         lines = list(self.lines)
         sentences: dict[str, str] = {}

@@ -278,8 +278,7 @@ class RunRecorder:
             fields: further columns of ``events.jsonl``, such as ``tensor`` and ``value``. The
                 ``severity`` is ``"note"`` if not given.
         """
-        stage = "between steps" if self.num_steps else "start"
-        row = {"step": self.num_steps, "stage": stage, "what": what, "severity": "note"}
+        row = {"step": self.num_steps, "what": what, "severity": "note"}
         self._append("events", {**row, **fields, "text": words})
 
     def saved(self, path: str | Path, **objects: Any) -> None:

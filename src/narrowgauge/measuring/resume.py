@@ -83,7 +83,7 @@ def check_resume(
     unseen = dict[str, str]()
     lines = list[str]()
     undrawn = generators()
-    at_save = snapshot(_after(step, 1), unseen)
+    at_save = snapshot(_objects_of(step, step()), unseen)
     saved = save()
     states = generators()
     later = snapshot(_after(step, steps), unseen)

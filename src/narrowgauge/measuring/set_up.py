@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.measuring.passes import inner_name
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
+from narrowgauge.torch_support.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
@@ -77,6 +77,11 @@ class SetUp:
         """Return the trained parameters that are none of the model's, by name."""
         inside = set(map(id, self.parameters.values()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
+
+
+def inner_name(name: str) -> str:
+    """Return a name without the prefixes of compilers, checkpoints and DistributedDataParallel."""
+    return plain_name(name).removeprefix("module.")
 
 
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:

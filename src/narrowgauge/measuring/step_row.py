@@ -4,6 +4,7 @@ of all steps.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from statistics import fmean, median
 
 import torch
@@ -63,19 +64,17 @@ def summary_of(run: Run) -> Row:
 
     The EDQ is the median of the last tenth of the audits: large first steps would dominate a sum.
     """
-    columns: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = defaultdict(list)
     for row in (*run.steps, *run.evals):
-        for name in ("tokens_per_second", "peak_memory_bytes", "edq", "val_loss"):
-            if row.get(name) is not None:
-                columns.setdefault(name, []).append(row[name])
-    summary: Row = {"num_skipped": sum(bool(row.get("skipped")) for row in run.steps)}
-    if "val_loss" in columns:
-        summary["val_loss"] = columns["val_loss"][-1]
-    if "peak_memory_bytes" in columns:
-        summary["step_memory_bytes"] = max(columns["peak_memory_bytes"])
-    if "tokens_per_second" in columns:
-        summary["tokens_per_second"] = median(columns["tokens_per_second"])
-    if "edq" in columns:
-        audits = columns["edq"]
-        summary["edq"] = median(audits[-max(3, len(audits) // 10) :])
-    return summary
+        for name, value in row.items():
+            if value is not None:
+                columns[name].append(value)
+    audits = columns["edq"]
+    reduced = {
+        "val_loss": columns["val_loss"][-1:],
+        "step_memory_bytes": sorted(columns["peak_memory_bytes"])[-1:],
+        "tokens_per_second": columns["tokens_per_second"],
+        "edq": audits[-max(3, len(audits) // 10) :],
+    }
+    summary: Row = {"num_skipped": sum(map(bool, columns["skipped"]))}
+    return summary | {name: median(values) for name, values in reduced.items() if values}

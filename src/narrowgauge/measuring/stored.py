@@ -152,9 +152,9 @@ def _direction(stepped: Stepped, gradient: Tensor | None) -> Tensor | str:
     if len(rules) != 1:
         return f"the steps of {kind} have an unknown size"
     size = SIZES[rules[0]]
-    if size == "gradient" and gradient is None:
-        return f"{kind} steps as far as the gradient; pass batch="
     if size == "gradient":
+        if gradient is None:
+            return f"{kind} steps as far as the gradient; pass batch="
         return spread(gradient).float()
     noise = torch.randn(spread(p).shape, generator=torch.Generator().manual_seed(SEED))
     if size == 1:

@@ -161,7 +161,7 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
 
 
 def _add_missing(
-    leaves: Mapping[str, Any], step: Gradients, exact: Gradients, result: Readings
+    leaves: dict[str, Any], step: Gradients, exact: Gradients, result: Readings
 ) -> None:
     """Tell tensors that get no gradient of the step, where the plain loss has one, or no graph."""
     names = []

@@ -60,11 +60,9 @@ def gradient_of(parameter: Any) -> Tensor | None:
 
     A gradient with other placements is redistributed: partial sums are added up over ranks. The
     result replaces ``p.grad``, so ranks communicate once. All ranks of a mesh call this for the
-    same parameters in the same order. Megatron's ``main_grad`` stands for a missing ``grad``.
+    same parameters in the same order.
     """
     gradient: Any = parameter.grad
-    if gradient is None:
-        return getattr(parameter, "main_grad", None)
     if is_sharded(gradient) and is_sharded(parameter):
         placed = _placed(gradient, parameter.placements)
         if placed is not gradient:

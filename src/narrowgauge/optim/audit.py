@@ -1,7 +1,7 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
 An audited step, one of ten, compares a sample of each tensor (:mod:`narrowgauge.optim.sample`): D is
-the rule's change with moments that no storage ever cuts, E the change that the definition stores. So
+the rule's change with moments that no storage ever cuts, E the change of what is stored. So
 an audit sees what a storage rounds off the weight, and what it lost of the moments before.
 
 One step is noisy, and stalls come late. So an alarm reads a window of the last audits. It is raised

@@ -55,7 +55,7 @@ def step_control(
     device = local_of(gradients[0]).device
     values = [1.0, 0.0, math.inf if max_norm is None else max_norm]
     limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
-    if max_norm is grad_scale is found_inf is None:
+    if max_norm is None and grad_scale is found_inf is None:
         return limits[:2], None
     scale, is_bad, limit = limits.unbind()
     norm = torch.zeros_like(limit)

@@ -167,21 +167,15 @@ def in_range(storage: Storage, visible: Tensor) -> Tensor:
 
 def weight_bits(visible: str, word: Tensor) -> Tensor:
     """Return the bits of a visible weight (:func:`visible_value`) from a word of its format."""
-    if visible == "float32":
-        return word
-    bits = word << 16
-    if visible == "float16":  # to a float32's sign, exponent and mantissa fields
-        bits = ((bits & 0x7FFF0000) >> 3) | (bits & SIGN)
-    return bits
+    size, below, _ = VISIBLE[visible]
+    bits = word << (32 - size)
+    return ((bits & MAGNITUDE) >> (32 - size - below)) | (bits & SIGN)
 
 
 def weight_word(visible: str, bits: Tensor) -> Tensor:
     """Return the word of a visible weight: the inverse of :func:`weight_bits`."""
-    if visible == "float32":
-        return bits
-    if visible == "float16":
-        bits = ((bits << 3) & 0x7FFF0000) | (bits & SIGN)
-    return bits >> 16
+    size, below, _ = VISIBLE[visible]
+    return (((bits << (32 - size - below)) & MAGNITUDE) | (bits & SIGN)) >> (32 - size)
 
 
 # ── a weight and its states ───────────────────────────────────────────────────────────────────────
@@ -247,10 +241,9 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     places = shares(storage)
     if not places:
         return result
+    mantissa = visible_bits(storage.visible, gradient) & MANTISSA
     if storage.visible == "bfloat16":
-        mantissa = (bits_of(gradient) >> 16) & 0x7F
-    else:
-        mantissa = visible_bits(storage.visible, gradient) & MANTISSA
+        mantissa = mantissa >> 16
     random = random_bits(bits_of(weight) ^ mantissa, seed)
     for name, (start, borrowed) in places.items():
         word = random

@@ -45,7 +45,6 @@ class SquaresTable(Squares):
         numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
         self.programs.lay_out([(1, x.numel()) for x in self._tensors])
         self.programs.rows["addresses"][:, 1] = [x.data_ptr() for x in self._tensors]
-        self.programs.find_aligned()
         self.programs.rows["format"] = [FORMATS[x.dtype] for x in self._tensors]
         self.programs.rows["number"] = numbers.numpy()
         self._num_groups = len(groups)

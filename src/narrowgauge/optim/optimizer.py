@@ -202,9 +202,8 @@ class Optimizer(torch.optim.Optimizer):
         self.adopt(values)
         names = self.parameter_names()
         self.rounded += [names[parameter] for parameter in values]
-        storages = {f"'{self.storage_of(parameter).name}'" for parameter in values}
         total = sum(value.numel() for value in values.values())
-        warnings.warn(ROUNDED.format(total, ", ".join(sorted(storages))), stacklevel=4)
+        warnings.warn(ROUNDED.format(total, self.defaults["storage"]), stacklevel=4)
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 

@@ -246,8 +246,6 @@ class GaLore(Optimizer):
         Zhao et al., ICML 2024 (2403.03507).
     """
 
-    _rule = GALORE
-
     def __init__(
         self, params: Params, lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 0.25,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
@@ -256,4 +254,4 @@ class GaLore(Optimizer):
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
         }  # fmt: skip
-        super().__init__(params, self._rule, defaults, **options)
+        super().__init__(params, GALORE, defaults, **options)

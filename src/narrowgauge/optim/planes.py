@@ -25,8 +25,6 @@ from torch import Tensor
 from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-NUMBERS = ("bfloat16", "float16", "float32")
-"""Visible formats, and those of gradients, by their numbers in the table of a step."""
 BLOCK = 256
 """Elements of a row that share the scale of a code."""
 LEAST_ROW = 64
@@ -51,7 +49,6 @@ class Plane:
 def planes_of(storage: Storage) -> tuple[Plane, ...]:
     """Return the planes of a storage, in the order of its step."""
     planes: list[Plane] = []
-    num_packed = 0
     for group in storage.packing:
         if len(group) == 1:
             planes.append(_lone(storage, *group[0]))
@@ -66,12 +63,8 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
         for name, bits in ordered:
             fields.append((name, shift, bits))
             shift += bits
-        num_packed += 1
-        title = "packed"
-        if num_packed > 1:
-            title = f"packed{num_packed}"
         width = width_of(group)
-        planes.append(Plane(title, width, tuple(fields), INTEGER[width]))
+        planes.append(Plane("packed", width, tuple(fields), INTEGER[width]))
     return tuple(planes)
 
 
@@ -129,19 +122,17 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Say where a storage has its fields, and where a visible weight's bits lie in a float32.
+    """Say where a storage has its fields.
 
     Attributes:
         bytes: of the weight and of each plane.
-        below: the mantissa bits of a float32 that the visible format lacks.
-        gap: by how many bits its words are moved to the top of 32.
+        below: the bits of a float32 that a visible format in fewer bits lacks.
         fields: of what lies beside the weight, and of two states.
         num_scaled: states with a scale for each block.
     """
 
     bytes: tuple[int, ...]
     below: int
-    gap: int
     fields: tuple[Field, ...]
     num_scaled: int
 
@@ -149,7 +140,7 @@ class Layout:
 @lru_cache
 def layout_of(storage: Storage) -> Layout:
     """Return the layout of a storage whose rule has two states at most, of one part each."""
-    size, below, _ = VISIBLE[storage.visible]
+    size = VISIBLE[storage.visible][0]
     places = {"": (0, 0, 0)}
     sizes = [size // 8]
     for number, plane in enumerate(planes_of(storage), 1):
@@ -168,7 +159,7 @@ def layout_of(storage: Storage) -> Layout:
         share = random.get(state)
         fields.append(Field(name, code, *places[name], drop, share, last, code.lowest + 126))
     fields += [Field()] * (3 - len(fields))
-    return Layout(tuple(sizes), below, 32 - size, tuple(fields), len(storage.scaled))
+    return Layout(tuple(sizes), 32 - size, tuple(fields), len(storage.scaled))
 
 
 def dropped_bits(code: Code) -> int:

@@ -157,7 +157,7 @@ class LocalState:
         into = vars(self)
         device = self.parameter.device
         for kind, field, name, dtype, shape in specs:
-            value = entry.get(name)
+            value: Any = entry.get(name)
             local = local_of(value)
             if value is None or local.dtype is not dtype or local.shape != shape:
                 check_tensor(name, local, dtype, shape, kernel)

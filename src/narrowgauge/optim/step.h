@@ -847,13 +847,8 @@ template <class S, class R> struct Programs {
 
 // ── the norm of gradients: squares cut to two grids of integers, whose sums no order changes ─────
 
-#if LANES == 16
-#define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3, k + 4, k + 5, k + 6, k + 7)
-#elif LANES == 8
-#define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3)
-#else
-#define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1)
-#endif
+typedef VECTOR(float, 2 * LANES) HalfFloats;
+struct Split { HalfFloats low, high; };
 struct Sums { int64_t coarse = 0, fine = 0; };
 // Of more than 2^12 elements in all: so the second scale is at most 2^50.
 template <class V> APART Sums squares_of(const char* p, int64_t count, double first, double second) {
@@ -870,11 +865,12 @@ template <class V> APART Sums squares_of(const char* p, int64_t count, double fi
     if (at + GROUP > count) q = (const char*)memcpy(rest, q, V::BYTES * (count - at));
     prefetch<V::BYTES>(q + 512);
     const Group words = load<V::BYTES, V::BYTES == 2>(q);
-    const Floats a = V::gradient(words.a), b = V::gradient(words.b);
-    add(__builtin_convertvector(HALF_OF(a, 0), Doubles));
-    add(__builtin_convertvector(HALF_OF(a, LANES / 2), Doubles));
-    add(__builtin_convertvector(HALF_OF(b, 0), Doubles));
-    add(__builtin_convertvector(HALF_OF(b, LANES / 2), Doubles));
+    const Split a = __builtin_bit_cast(Split, V::gradient(words.a));
+    const Split b = __builtin_bit_cast(Split, V::gradient(words.b));
+    add(__builtin_convertvector(a.low, Doubles));
+    add(__builtin_convertvector(a.high, Doubles));
+    add(__builtin_convertvector(b.low, Doubles));
+    add(__builtin_convertvector(b.high, Doubles));
   }
   const uint64_t shifts = (count + GROUP - 1) / GROUP * 4 * __builtin_bit_cast(uint64_t, shift);
   Sums sums;

@@ -117,8 +117,7 @@ class Step:
                 continue
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
-            self.tables[kernel].set(alike)
-            self.tables[kernel].launch(self.control)
+            self.tables[kernel].step(alike, self.control)
         return refused
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:

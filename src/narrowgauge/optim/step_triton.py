@@ -311,7 +311,7 @@ def walk(tile, sizes, numbers, control, row: tl.constexpr):
         s += (tl.load(numbers + k),)
     s = s[1:]
     seed = int_of(tl.load(numbers + row.scalars))
-    bits = load(tile, 0, L.bytes[0]) << L.gap
+    bits = load(tile, 0, L.bytes[0]) << L.below
     gradient = load_gradient(tile, tl.load(sizes + 3))
     words = (bits,)  # the first stands for a field that is not stored
     for k in tl.static_range(1, len(L.bytes)):
@@ -319,7 +319,7 @@ def walk(tile, sizes, numbers, control, row: tl.constexpr):
     scales = 1.0, 1.0, 1.0, 1.0
     if L.num_scaled > 0:
         slope = peaks_of(gradient) * tl.abs(tl.load(control))
-        weight = peaks_of(finite_or_zero(float_of(bits))) if row.is_penalized else slope
+        weight = peaks_of(finite_or_zero(float_of(bits)))
         scales = set_bounds(tile, sizes, slope, weight, s, row)
     x = read_weight(words, bits, L, L.fields[0])
     m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
@@ -332,7 +332,7 @@ def walk(tile, sizes, numbers, control, row: tl.constexpr):
     first = encode(m, random, L.fields[1], scales[0])
     second = encode(v, random, L.fields[2], scales[2])
     new_words = beside, first, second
-    store(tile, 0, L.bytes[0], bits >> L.gap)
+    store(tile, 0, L.bytes[0], bits >> L.below)
     for k in tl.static_range(1, len(L.bytes)):
         word = bits & 0
         for j in tl.static_range(0, 3):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgauge.optim import step_cpp
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.planes import BLOCK, NUMBERS, Layout, layout_of
+from narrowgauge.optim.planes import BLOCK, Layout, layout_of
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.spec.storages import Storage
@@ -39,7 +39,8 @@ The tensor has ``count`` blocks in rows of ``columns``, each program ``extent`` 
 programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). An ``aligned`` tensor
 has rows of whole vectors, at addresses of whole vectors. ``number`` is the row of its scalars.
 """
-FORMATS = {getattr(torch, name): number for number, name in enumerate(NUMBERS)}
+FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Numbers of gradients' formats."""
 BLOCKS_ON_GPU = 4
 """Blocks of a program there."""
 TRITON_MODULE = "narrowgauge.optim.step_triton"
@@ -59,7 +60,6 @@ class Row:
     Attributes:
         rule: the name of its struct in ``step.h``.
         scalars: how many the rule has.
-        is_penalized: whether new states depend on the weight.
         is_given: whether the change is a stream, of a matrix rule.
         addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
             change, and the bounds of blocks.
@@ -68,7 +68,6 @@ class Row:
 
     rule: str
     scalars: int
-    is_penalized: bool
     is_given: bool
     addresses: int
     layout: Layout
@@ -82,7 +81,6 @@ def row_of(rule: AnyRule, storage: Storage) -> Row:
     return Row(
         rule=step_cpp.struct_of(rule),
         scalars=len(rule.scalars),
-        is_penalized=getattr(rule, "coupled", False),
         is_given=is_given,
         addresses=1 + len(layout.bytes) + is_given + layout.num_scaled,
         layout=layout,
@@ -127,16 +125,15 @@ class Programs:
         tiles = np.repeat(np.arange(len(forms), dtype=np.int32), programs)
         self.tiles = to_device(torch.from_numpy(tiles), self.device)
 
-    def find_aligned(self, num_bounds: int = 0) -> None:
-        """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
+    def send(self, num_bounds: int = 0) -> Any:
+        """Copy the table and the numbers to a GPU, the last addresses of which are of bounds. Return
+        where the numbers are.
+        """
+        if self.is_cpp:
+            return self.numbers.ctypes.data
         addresses = self.rows["addresses"]
         is_whole = addresses[:, : addresses.shape[1] - num_bounds] % 16 == 0
         self.rows["aligned"] = is_whole.all(1) & (self.rows["columns"] % 16 == 0)
-
-    def send(self) -> Any:
-        """Copy the table and the numbers to a GPU. Return where the numbers are."""
-        if self.is_cpp:
-            return self.numbers.ctypes.data
         self._table = to_device(torch.from_numpy(self.rows.view(np.int64)), self.device)
         return to_device(torch.from_numpy(self.numbers), self.device)
 
@@ -165,29 +162,43 @@ class Table:
         self.row = row_of(rule, storage)
         self.programs = Programs(device, self.row.addresses, self.row.scalars + 1)
         self.module = kernels_of(device)
-        self._batch: Mapping[LocalState, Numbers] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._inputs: list[Tensor] = []
 
-    def set(self, batch: Mapping[LocalState, Numbers]) -> None:
-        """Set the states of the next step, which have their gradients."""
+    def step(self, batch: Mapping[LocalState, Numbers], control: Tensor) -> None:
+        """Step states in place, which have their gradients.
+
+        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
+        """
         programs = self.programs
         states = list(batch)
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
-        self._batch = batch
         forms = []
         for state in states:
             forms.append(state.form if state.bounds else (1, state.parameter.numel()))
         programs.lay_out(forms, len(places))
         rows = programs.rows
+        copies = []
         for column, tensors in enumerate(self._streams(states)):
-            rows["addresses"][:, column] = self._addresses(tensors, is_written=column != 1)
-        programs.find_aligned(self.row.layout.num_scaled)
+            for place, tensor in enumerate(tensors):
+                if not tensor.is_contiguous():
+                    tensors[place] = tensor.contiguous()
+                    copies.append((column, tensor, tensors[place]))
+            rows["addresses"][:, column] = [tensor.data_ptr() for tensor in tensors]
         rows["format"] = [FORMATS[state.gradient.dtype] for state in states]
         rows["number"] = [places[numbers] for numbers in batch.values()]
         for row, numbers in zip(programs.numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
+        scalars = programs.send(self.row.layout.num_scaled)
+        if self.module is None:
+            function = step_cpp.functions(self.rule, self.storage).step
+            programs.call(function, scalars, control)
+        else:
+            programs.call(self.module.step, scalars, control, row=self.row)
+        for column, tensor, memory in copies:
+            if column != 1:  # a gradient is read
+                tensor.copy_(memory)
+        # Autograd notices a weight that was written between forward and backward pass.
+        torch.autograd.graph.increment_version([state.parameter for state in states])
 
     def _streams(self, states: Sequence[LocalState]) -> list[list[Tensor]]:
         """Return the tensors of each stream of the states, in the order of the table."""
@@ -199,35 +210,3 @@ class Table:
         for name in self.storage.scaled:
             streams.append([state.bounds[name] for state in states])
         return streams
-
-    def _addresses(self, tensors: Sequence[Tensor], *, is_written: bool) -> list[int]:
-        """Return where a kernel reads tensors: in a copy if one is not dense and in order."""
-        addresses = []
-        for tensor in tensors:
-            memory = tensor
-            if not tensor.is_contiguous():
-                memory = tensor.detach().contiguous()
-                self._inputs.append(memory)
-                if is_written:
-                    self._copies.append((tensor.detach(), memory))
-            addresses.append(memory.data_ptr())
-        return addresses
-
-    def launch(self, control: Tensor) -> None:
-        """Step the states in place, and forget them: what a script removes is freed.
-
-        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
-        """
-        numbers = self.programs.send()
-        if self.module is None:
-            function = step_cpp.functions(self.rule, self.storage).step
-            self.programs.call(function, numbers, control)
-        else:
-            self.programs.call(self.module.step, numbers, control, row=self.row)
-        for tensor, memory in self._copies:
-            tensor.copy_(memory)
-        # Autograd notices a weight that was written between forward and backward pass.
-        torch.autograd.graph.increment_version([state.parameter for state in self._batch])
-        self._batch = {}
-        self._copies = []
-        self._inputs = []

@@ -157,8 +157,7 @@ def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> 
         )
     idle = []
     for parameter, name in names.items():
-        has_gradient = parameter.grad is not None or hasattr(parameter, "main_grad")
-        if parameter.requires_grad and not has_gradient:
+        if parameter.requires_grad and parameter.grad is None:
             idle.append(name)
     if idle:
         warnings.warn(

@@ -22,6 +22,7 @@ from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
+_PLACES = ("first", "last", "layers", "experts")
 State = defaultdict[tuple[str, str], float]
 """Numbers of the state of a model by place and kind."""
 FITTED: dict[str, Any] = load_data("fitted", "planner")
@@ -105,9 +106,8 @@ class Ask:
 
     @property
     def matmul_width(self) -> float:
-        """Return the bytes of a number that matmuls and attention read and write."""
-        is_autocast = self.weight_dtype == "float32"
-        return bytes_per_number(self.recipe.dtype if is_autocast else self.weight_dtype)
+        """Return the bytes of a number that matmuls and attention read and write; autocast's."""
+        return min(self.stream_width, bytes_per_number(self.recipe.dtype))
 
     @cached_property
     def state(self) -> State:
@@ -117,7 +117,7 @@ class Ask:
     @property
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
-        return int(sum(self.state[place, "trained"] for place in self.architecture.weights))
+        return int(sum(self.state[place, "trained"] for place in _PLACES))
 
     @property
     def trained_share(self) -> float:
@@ -134,11 +134,10 @@ class Ask:
     def on_rank(self, kind: str, level: int = 4) -> float:
         """Return a kind of state on a rank, sharded from a ZeRO ``level`` on."""
         layout = self.layout
-        first = self.state["first", kind]
-        last = self.state["last", kind]
+        first, last, layers, experts = (self.state[place, kind] for place in _PLACES)
         rest = max(first, last) if layout.pipeline > 1 else first + last
-        rest = (rest + self.state["layers", kind] / layout.pipeline) / layout.tensor
-        experts = self.state["experts", kind] / layout.pipeline / layout.ranks_of_experts
+        rest = (rest + layers / layout.pipeline) / layout.tensor
+        experts /= layout.pipeline * layout.ranks_of_experts
         if layout.zero < level:
             return rest + experts
         # Expert ranks lie inside the ranks that shard the rest of the state.

@@ -77,11 +77,16 @@ class Estimate(Ask):
         """Return the bytes of the tensors: what ``torch.cuda.max_memory_allocated`` prints."""
         return self.peak_bytes - self.memory["overhead"]
 
+    def _ends(self, what: str, value: float) -> Ends:
+        """Return the 80 % interval of a planned value."""
+        low, high = ERRORS[what][self.kind]["ends"]
+        return value * low, value * high
+
     @property
     def memory_interval(self) -> Ends:
         """Return the 80 % interval of the memory."""
         outside = self.peak_bytes - self.reserved_bytes
-        low, high = (self.reserved_bytes * end for end in ERRORS["memory"][self.kind]["ends"])
+        low, high = self._ends("memory", self.reserved_bytes)
         return low + outside, high + outside
 
     @property
@@ -97,8 +102,7 @@ class Estimate(Ask):
     @property
     def rate_interval(self) -> Ends:
         """Return the 80 % interval of the tokens per second."""
-        low, high = ERRORS["speed"][self.kind]["ends"]
-        return self.tokens_per_second * low, self.tokens_per_second * high
+        return self._ends("speed", self.tokens_per_second)
 
     @property
     def mfu(self) -> float:

@@ -177,11 +177,10 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     Fields override names.
     """
     named = ""
-    values = layout
     if isinstance(layout, str):
-        named, values = read_fields(layout, "layout", NAMED_LAYOUTS)
-    refuse_unknown(values, Layout.__slots__, "a layout", RecipeError)
-    values = {**NAMED_LAYOUTS.get(named, {}), **values}
+        named, layout = read_fields(layout, "layout", NAMED_LAYOUTS)
+    refuse_unknown(layout, Layout.__slots__, "a layout", RecipeError)
+    values = {**NAMED_LAYOUTS.get(named, {}), **layout}
     Layout(**values)
     return values
 

@@ -75,11 +75,9 @@ def outside_bytes(chips: int) -> float:
 
 def host_bytes(ask: Ask) -> float:
     """Return the memory that the ranks of a node need on their host for what the program offloads."""
-    if not ask.program.offload:
-        return 0.0
-    on_host = ask.on_rank("states", 1) + ask.on_rank("frozen", 3)
-    on_host += bytes_per_number(ask.recipe.storage.visible) * ask.on_rank("trained", 2)
-    return on_host * ask.cluster.chips_per_node
+    gradients = bytes_per_number(ask.recipe.storage.visible) * ask.on_rank("trained", 2)
+    on_host = ask.on_rank("states", 1) + ask.on_rank("frozen", 3) + gradients
+    return on_host * ask.cluster.chips_per_node * ask.program.offload
 
 
 def _sums(ask: Ask) -> float:
@@ -107,17 +105,16 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
         logits += 4 * a.hidden_size / ask.stream_ranks + 2 * stream
     is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
     early = 0.0 if is_late else gradients
-    moments = []
-    for activations, of_loss, made in (
+    moments = (
         (kept, logits, early),
         (kept + again + stream + inner, 0.0, early),
         (layer + stream + inner, 0.0, gradients),
-    ):
-        tokens = ask.tokens
-        moments.append(
-            {"activations": tokens * activations, "logits": tokens * of_loss, "gradients": made}
-        )
-    return max(moments, key=lambda groups: sum(groups.values()))
+    )
+    tokens = ask.tokens
+    activations, of_loss, made = max(
+        moments, key=lambda sizes: tokens * (sizes[0] + sizes[1]) + sizes[2]
+    )
+    return {"activations": tokens * activations, "logits": tokens * of_loss, "gradients": made}
 
 
 def _kept_bytes(ask: Ask, stream: float) -> float:

@@ -50,15 +50,12 @@ def step_of(ask: Ask) -> Groups:
     if layout.recompute == "selective" and ask.program.kernels == "fused":
         again = _CHEAP_AGAIN
     groups = _computing(ask, shares, again)
-    computed = sum(groups.values())
+    computed = layout.micro_batches * sum(groups.values())
     groups["communication"] = sum(exchanges_of_batch(ask, shares, again).values())
     bubble = (layout.pipeline - 1) / layout.interleave * sum(groups.values())
-    for name in groups:
-        groups[name] *= layout.micro_batches
-    of_state = exchanges_of_state(ask, shares, layout.micro_batches * computed)
-    groups["communication"] += sum(of_state.values())
-    groups["bubble"] = bubble
-    groups["optimizer"] = _update(ask, shares)
+    groups = {name: seconds * layout.micro_batches for name, seconds in groups.items()}
+    groups["communication"] += sum(exchanges_of_state(ask, shares, computed).values())
+    groups |= {"bubble": bubble, "optimizer": _update(ask, shares)}
     if ask.program.offload:  # computing hides the reading of frozen weights, up to its own time
         rate = 1e9 * ask.chip.host_gb_per_second * _HOST_SHARE
         passes = layout.micro_batches * (3 if layout.recompute == "full" else 2)
@@ -136,23 +133,29 @@ def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
     tensor = layout.tensor
     token = ask.tokens / layout.pipeline * ask.matmul_width
     stream = (4 + 2 * again) * token * a.hidden_size
+    heads = a.num_kv_heads * (a.query_dim + a.value_dim) / tensor
+    copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
+    # What is shown of the bytes that are sent between so many ranks at such a distance.
+    rows = {
+        "tensor": (TENSOR_SHOWN, tensor, 1, a.num_layers * 2 * stream * (1 - 1 / tensor)),
+        "context": (
+            1.0, layout.context, tensor,
+            a.num_layers * (3 + again) * token * heads * (layout.context - 1),
+        ),
+        "pipeline": (
+            1.0, min(2, layout.pipeline), layout.num_ranks // layout.pipeline,
+            2 * layout.interleave * token * layout.pipeline * a.hidden_size / tensor,
+        ),
+        "expert": (
+            _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN,
+            layout.expert, layout.context * layout.expert_tensor_ranks,
+            a.num_mixture_layers * stream * copies,
+        ),
+    }  # fmt: skip
     seconds: Groups = {}
-    if tensor > 1:
-        sent = a.num_layers * 2 * stream * (1 - 1 / tensor)
-        seconds["tensor"] = TENSOR_SHOWN * sent / _rate(ask, shares, tensor)
-    if layout.context > 1:
-        heads = a.num_kv_heads * (a.query_dim + a.value_dim) * (layout.context - 1) / tensor
-        sent = a.num_layers * (3 + again) * token * heads
-        seconds["context"] = sent / _rate(ask, shares, layout.context, tensor)
-    if layout.pipeline > 1:
-        sent = 2 * layout.interleave * token * layout.pipeline * a.hidden_size / tensor
-        rate = _rate(ask, shares, 2, layout.num_ranks // layout.pipeline)
-        seconds["pipeline"] = sent / rate
-    if layout.expert > 1:
-        copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
-        rate = _rate(ask, shares, layout.expert, layout.context * layout.expert_tensor_ranks)
-        shown = _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN
-        seconds["expert"] = shown * a.num_mixture_layers * stream * copies / rate
+    for name, (shown, ranks, stride, sent) in rows.items():
+        if ranks > 1:
+            seconds[name] = shown * sent / _rate(ask, shares, ranks, stride)
     return seconds
 
 

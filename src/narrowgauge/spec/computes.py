@@ -346,10 +346,6 @@ class Compute:
         return bytes_per_number(format)
 
 
-def _wide(name: str) -> Product:
-    return Product(Cast(name), Cast(name))
-
-
 Products = tuple[Product, Product, Product]
 
 
@@ -371,111 +367,74 @@ def _products(
     )
 
 
-def _uniform(
-    format: str,
-    granularity: Granularity,
-    gradients: str = "",
-    scaling: Literal["current", "static"] = "current",
-) -> Products:
-    cast = Cast(format, granularity, scaling=scaling)
-    forward: Accumulation = "fast" if granularity == "tensor" else "promoted"
-    return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
+def _wide(name: str) -> Products:
+    return _products(Cast(name), Cast(name), Cast(name))
 
 
-def _blocks() -> Products:
-    """Return blocks of 1×128 for activations and gradients, of 128×128 for weights."""
-    activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
-    return _products(activation, replace(activation, granularity="128x128"), activation, "promoted")
-
-
-def _mxfp4() -> Products:
-    """Return e2m1 everywhere, with stochastic gradients.
-
-    Both operands of grad_weight are rotated.
-    """
-    forward = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
-    gradient = replace(forward, rounding="stochastic", scale_rounding="up")
-    return (
-        Product(forward, forward),
-        Product(gradient, forward),
-        Product(replace(gradient, rotation="hadamard"), replace(forward, rotation="hadamard")),
+def _rotated(x: Cast, weight: Cast, gradient: Cast) -> Products:
+    """Return three matmuls of which grad_weight rotates both operands."""
+    output, grad_input, grad_weight = _products(x, weight, gradient)
+    left, right = (
+        replace(cast, rotation="hadamard") for cast in (grad_weight.left, grad_weight.right)
     )
+    return output, grad_input, Product(left, right)
 
 
-def _nvfp4() -> Products:
-    """Return e2m1 everywhere.
-
-    Weights have blocks of 16×16, so that forward and backward multiply by the same codes.
-    """
-    forward = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn")
-    weight = replace(forward, granularity="16x16")
-    gradient = replace(forward, rounding="stochastic")
-    return (
-        Product(forward, weight),
-        Product(gradient, weight),
-        Product(replace(gradient, rotation="hadamard"), replace(forward, rotation="hadamard")),
-    )
-
-
-def _int8() -> Products:
-    """Quantize x and w once, by row, for all three matmuls.
-
-    Quantize gradients twice, stochastically.
-    """
-    column = replace(_INT8, granularity="column")
-    gradient = replace(_INT8, rounding="stochastic")
-    return (
-        Product(_INT8, _INT8, "int32"),
-        Product(gradient, column, "int32"),
-        Product(gradient, column, "int32"),
-    )
-
-
+_TENSOR = Cast("float8_e4m3fn", "tensor")
+_STATIC = Cast("float8_e4m3fn", "tensor", scaling="static")
+_ROW = Cast("float8_e4m3fn", "row")
+_BLOCK = Cast("float8_e4m3fn", "1x128", "power-of-two")
 _INT8 = Cast("int8", "row")
+_INT8_BACKWARD = Product(
+    Cast("int8", "row", rounding="stochastic"), Cast("int8", "column"), "int32"
+)
 _MXFP8 = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
+_MXFP4 = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
+_NVFP4 = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn")
 _SM89 = "float8 matmuls of Ada and Hopper or later"
 _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
 
 _COMPUTES = (
     Compute(
-        "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere",
+        "float32", *_wide("float32"), dtype="float32", native="everywhere",
         default_storage="float32",
         purpose="the reference for all other computes", source="IEEE 754",
     ),
     Compute(
-        "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere",
+        "bfloat16", *_wide("bfloat16"), native="everywhere",
         purpose="8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
     ),
     Compute(
-        "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA",
+        "float16", *_wide("float16"), dtype="float16", native="CUDA",
         default_storage="split",
         purpose="11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
         source="Micikevicius et al. 2018",
     ),
     Compute(
-        "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
+        "float8-tensor", *_products(_TENSOR, _TENSOR, _TENSOR, "promoted", "fast"), native=_SM89,
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
         source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
     ),
     Compute(
-        "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
+        "float8-row", *_products(_ROW, _ROW, _ROW, "promoted"), native=_SM89,
         purpose="the safe float8: a scale per token and per output, so that rows are independent",
         source="torchao, rowwise, where scales are powers of two",
     ),
     Compute(
-        "float8-block", *_blocks(), native="blocks of 128 on Hopper",
+        "float8-block", *_products(_BLOCK, replace(_BLOCK, granularity="128x128"), _BLOCK, "promoted"),
+        native="blocks of 128 on Hopper",
         purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
         source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
     ),
     Compute(
-        "int8-row", *_int8(), native="CPUs with VNNI, CUDA",
+        "int8-row", Product(_INT8, _INT8, "int32"), _INT8_BACKWARD, _INT8_BACKWARD, native="CPUs with VNNI, CUDA",
         purpose="faster than bfloat16 on a CPU: int8 quantized once and saved, stochastic gradients, exact accumulation",
         source="Xi et al. 2024, Jetfire (2403.12422), for int8 in all three matmuls; torchao, int8 mixed precision",
     ),
     Compute(
         "int8-outlier-codes",
-        Product(replace(_INT8, outliers=6.0), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
+        Product(replace(_INT8, outliers=6.0), _INT8, "int32"), *_wide("bfloat16")[1:],
         native="CPUs with VNNI, CUDA",
         purpose="fine-tuning and inference: input features with outliers in 16 bits, all others in int8; a byte a weight",
         source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6; bitsandbytes",
@@ -486,22 +445,25 @@ _COMPUTES = (
         source="NVIDIA 2025, Recipes for Pre-training LLMs with MXFP8 (2506.08027); TransformerEngine; torchao, RCEIL",
     ),
     Compute(
-        "mxfp4", *_mxfp4(), native="B200, B300, MI350",
+        "mxfp4", *_rotated(_MXFP4, _MXFP4, replace(_MXFP4, rounding="stochastic", scale_rounding="up")),
+        native="B200, B300, MI350",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
-        "nvfp4", *_nvfp4(), native="Blackwell", keep_last=0.15,
+        "nvfp4", *_rotated(_NVFP4, replace(_NVFP4, granularity="16x16"), replace(_NVFP4, rounding="stochastic")),
+        native="Blackwell", keep_last=0.15,
         purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
     ),
     Compute(
-        "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
+        "scalify", *_products(_STATIC, _STATIC, replace(_STATIC, format="float8_e5m2"), "promoted", "fast"), transform="scalify",
+        native=_SM89,
         purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(
-        "scalify-float16", *(_wide("float16"),) * 3, dtype="float16", transform="scalify", native="CUDA",
+        "scalify-float16", *_wide("float16"), dtype="float16", transform="scalify", native="CUDA",
         purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
@@ -516,17 +478,14 @@ COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 # it.
 
 
-TENSORS = ("input", "weight", "gradient")
-"""The tensors of a layer: x ``[tokens, in]``, w ``[out, in]`` and dy ``[tokens, out]``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One operand of one matmul.
 
     Args:
         matmul: ``output``, ``grad_input`` or ``grad_weight``.
-        tensor: the tensor to cast, one of :data:`TENSORS`.
+        tensor: the tensor to cast: ``input`` x ``[tokens, in]``, ``weight`` w ``[out, in]`` or
+            ``gradient`` dy ``[tokens, out]``.
         dim: the tensor's dimension that the matmul contracts. A left operand that contracts 0 is
             transposed.
         random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it:

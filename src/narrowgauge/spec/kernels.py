@@ -19,7 +19,6 @@ from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import Compute, Product
 
 Pairs = tuple[tuple[str, str], ...]
-_LAST = 999
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +29,14 @@ class Kernel:
         name: by which :mod:`narrowgauge.matmul.native` finds its function.
         formats: of the left and the right operand.
         granularities: of the left and the right operand.
-        capabilities: the first and the last compute capability of NVIDIA's chips that run it, times
-            ten; ``None`` for none.
-        architectures: AMD's chips that run it.
+        targets: chips that run it. NVIDIA's are called ``sm90``, AMD's ``gfx942``.
         scales: formats of the scales of blocks; empty where scales belong to rows or tensors.
     """
 
     name: str
     formats: Pairs
     granularities: Pairs
-    capabilities: tuple[int, int] | None
-    architectures: tuple[str, ...] = ()
+    targets: tuple[str, ...]
     scales: tuple[str, ...] = ()
 
     def takes(self, product: Product) -> bool:
@@ -53,15 +49,6 @@ class Kernel:
             and (not self.scales or {lhs.scale, rhs.scale} <= set(self.scales))
         )
 
-    def runs_on(self, architecture: str) -> bool:
-        """Return whether a chip has it. NVIDIA's chips are called ``sm90``, AMD's ``gfx942``."""
-        if not architecture.startswith("sm"):
-            return architecture in self.architectures
-        return (
-            self.capabilities is not None
-            and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
-        )
-
 
 def _pair_of(name: str) -> Pairs:
     return ((name, name),)
@@ -72,21 +59,22 @@ _GROUPS = ("tensor", "row", "column")
 # cuBLAS cannot multiply two e5m2 matrices.
 _FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
 _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
+_BLACKWELL = ("sm100", "sm103", "sm110", "sm120", "sm121")
 _POWERS = ("power-of-two", "float8_e8m0fnu")
 _SIXTEENS = tuple(itertools.product(("1x16", "16x16"), ("1x16", "16x16")))
 
 KERNELS = (
-    Kernel("float8", _FLOAT8, _WHOLE, (89, _LAST), ("gfx950", "gfx1200", "gfx1201")),
+    Kernel("float8", _FLOAT8, _WHOLE, ("sm89", "sm90", *_BLACKWELL, "gfx950", "gfx1200", "gfx1201")),
     # The same numbers, as halves in AMD's own float8.
-    Kernel("float8-fnuz", _FLOAT8, _WHOLE, None, ("gfx942",)),
+    Kernel("float8-fnuz", _FLOAT8, _WHOLE, ("gfx942",)),
     Kernel(
-        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90),
+        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), ("sm90",),
         scales=(*_POWERS, "float32"),
     ),
-    Kernel("mxfp8", _E4M3, _pair_of("1x32"), (100, _LAST), ("gfx950",), scales=_POWERS),
+    Kernel("mxfp8", _E4M3, _pair_of("1x32"), (*_BLACKWELL, "gfx950"), scales=_POWERS),
     # Results leave as bfloat16.
-    Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), ("gfx950",), scales=_POWERS),
-    Kernel("nvfp4", _pair_of("float4_e2m1fn"), _SIXTEENS, (100, _LAST), scales=("float8_e4m3fn",)),
+    Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), ("sm100", "sm103", "gfx950"), scales=_POWERS),
+    Kernel("nvfp4", _pair_of("float4_e2m1fn"), _SIXTEENS, _BLACKWELL, scales=("float8_e4m3fn",)),
 )  # fmt: skip
 
 
@@ -95,7 +83,7 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
     emulated or need no row.
     """
     for kernel in KERNELS:
-        if kernel.takes(product) and kernel.runs_on(architecture):
+        if kernel.takes(product) and architecture in kernel.targets:
             return kernel
     return None
 

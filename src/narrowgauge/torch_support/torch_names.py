@@ -4,8 +4,6 @@
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Find the module of a backward operation, in the search for the first bad value. Alternative:
     naming only the node.
-``Node._input_metadata``
-    The formats of a model's computed outputs. Alternative: a record without them.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
 ``reduce_grads``, ``all_reduce_grads``), ``FSDPParam._unsharded_param``
     Find which parameters travel together, their order, dtypes and ranks, and what is not sent now.
@@ -20,9 +18,6 @@
     Alternative: the timeout.
 ``_orig_mod`` and ``_checkpoint_wrapped_module`` in names of modules
     Parameters are named without these prefixes. Alternative: longer names.
-Frames of ``Optimizer.profile_hook_step``
-    Detect a step within a step of the same optimizer, as by ``super().step()``. Alternative: it
-    counts twice.
 ``torch._C._get_dispatch_mode``
     Notice that operations are being traced. PyTorch 2.11 traces the backward pass of a compiled
     function without setting ``torch.compiler.is_compiling()``. Alternative: 2.13 as the oldest
