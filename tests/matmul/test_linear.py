@@ -276,9 +276,8 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     swap_linears(model, "float8-row", keep=keep)
     x = torch.randn(4, 32, requires_grad=True)
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        slope.square().sum().backward()
+    with pytest.raises(RecipeError, match="second derivative"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
 

@@ -159,6 +159,7 @@ def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str) -> None:
         ([seeds("mine", EQUAL), seeds("yours", EQUAL)], "mine"),
         # What loses its updates is no baseline.
         ([seeds("bfloat16/master", EQUAL, **LOSSY), word(*EQUAL)], "bfloat16/word"),
+        ([word(None), seeds("float8-row/word", (4.0,), **LOSSY)], "float8-row/word"),
     ],
 )
 def test_the_baseline_is_the_wider_compute_then_the_first(groups: Any, chosen: str) -> None:

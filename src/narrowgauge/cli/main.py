@@ -20,7 +20,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RankError, RecipeError
+from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.places import require_empty
@@ -69,16 +69,6 @@ def _train(settings: dict[str, Any]) -> None:
     if job.rank() == 0:
         click.echo(folder)
     return None
-
-
-def _require_one_process(command: str) -> None:
-    """Refuse torchrun's ranks in a command that needs the files of a whole run."""
-    from narrowgauge.distributed import job
-
-    if (size := job.world_size()) > 1:
-        raise RankError(
-            f"Cannot run narrowgauge {command} on {size} ranks.", "Start it once, without torchrun."
-        )
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
@@ -265,7 +255,6 @@ def compare(
     The same command continues a stopped comparison; with more --recipes or --seeds it adds their
     runs.
     """
-    _require_one_process("compare")
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
@@ -313,7 +302,6 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) 
 @click.argument("out", type=_path)
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
-    _require_one_process("export")
     from narrowgauge.trainer import checkpoints
 
     require_empty(out)

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.widening import add_product, bias_gradient
@@ -197,8 +197,14 @@ class LayerProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # casts have no derivative
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # PyTorch's once_differentiable says nothing where the gradient itself is a constant.
+        if torch.is_grad_enabled():  # with create_graph=True
+            raise RecipeError(
+                "Cannot take a second derivative of a narrow layer because its casts have no rule "
+                "for it.",
+                "Leave out create_graph=True, or leave the layer plain: keep=.",
+            )
         *saved, weight, key = ctx.saved_tensors
         call = Call(ctx.compute_name, key)
         return *gradients(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None

@@ -161,12 +161,12 @@ class MeasuredRun:
 
     def peak_of(self, job: Estimate) -> float:
         """Return the peak of a job in 10^9 bytes, as this run's was counted."""
-        counted = job.allocated_bytes / 1e9
-        if not self.peak_gb:
-            return counted
-        if job == self.job:
-            return self.peak_gb
-        return counted + HALF * (self.peak_gb - self.counted_gb)
+        peak: float = job.allocated_bytes / 1e9
+        if self.peak_gb:
+            peak += HALF * (self.peak_gb - self.counted_gb)
+        if job == self.job and self.peak_gb:
+            peak = self.peak_gb
+        return peak
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
         """Return a plan in this run's layout, if it was told and fits; else in any."""
@@ -179,8 +179,9 @@ class MeasuredRun:
             more = machine.chips / self.job.cluster.chips
             asked["tokens_per_step"] = max(length, least * more)
         if self.asked.get("layout") and "layout" not in changes:
-            for names in ((*_SHAPE, "micro_batch", "recompute"), _SHAPE):
-                asked["layout"] = {name: getattr(self.job.layout, name) for name in names}
+            shapes: tuple[tuple[str, ...], ...] = (*_SHAPE, "micro_batch", "recompute"), _SHAPE
+            for fields in shapes:
+                asked["layout"] = {name: getattr(self.job.layout, name) for name in fields}
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
                     job: Estimate = plan(**asked, advise=False).best
                     outside = outside_bytes(job.cluster.chips)
