@@ -37,7 +37,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             their own number, which must be at least this.
 
     Raises:
-        DataError: weights that do not fit the text. What cannot be read is transformers' error.
+        DataError: no such model, or weights that do not fit the text. What else cannot be read is
+            transformers' error.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -49,7 +50,14 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     if model in MODELS:
         config: Any = _preset_config(MODELS[model])
     else:
-        config = AutoConfig.from_pretrained(model, **safely)
+        try:
+            config = AutoConfig.from_pretrained(model, **safely)
+        except OSError as error:
+            raise DataError(
+                f"Cannot read a model from '{model}': it is no preset, no folder with config.json, "
+                "and was not downloaded.",
+                f"narrowgauge show models lists presets; or run: hf download {model}",
+            ) from error
     for field, value in vars(config).items():
         if isinstance(value, float) and "drop" in field:
             setattr(config, field, 0.0)

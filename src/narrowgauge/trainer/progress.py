@@ -71,5 +71,6 @@ def tracker(settings: Settings) -> Callable[[dict[str, float], int], object]:
         import wandb
 
         name = settings.folder.name
-        return wandb.init(project="narrowgauge", id=name, resume="allow", config=vars(settings)).log
+        run = wandb.init(project="narrowgauge", id=name, resume="allow", config=vars(settings))
+        return lambda numbers, step: run.log(numbers, step)
     return lambda numbers, step: None
