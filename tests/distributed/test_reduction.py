@@ -218,6 +218,15 @@ def test_what_cannot_be_done_is_refused() -> None:
         pass
 
 
+def test_a_parameter_that_nobody_sums_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    reduction = ng.reduce_gradients_with(model, "reproducible")
+    model[0].requires_grad_(True)
+    with pytest.raises(RecipeError, match="parameters were added"), reduction.micro_batch():
+        pass
+
+
 def test_a_model_has_one_reduction_until_it_is_closed() -> None:
     model = nn.Linear(2, 2, bias=False)
     first = ng.reduce_gradients_with(model, "reproducible", average=False)

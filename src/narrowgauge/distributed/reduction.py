@@ -275,6 +275,13 @@ class GradientReduction:
                 "a step was begun, and gradients of an earlier one are still there.",
                 "Call zero_grad(set_to_none=True) after each step.",
             )
+        trained = {id(p) for p in self._model.parameters() if p.requires_grad}
+        if trained != set(map(id, self._params)):
+            raise RecipeError(
+                "Cannot sum gradients because the model was sharded, or parameters were added, "
+                "frozen or trained, after the reduction was installed.",
+                "Call close() of the reduction, and install it anew.",
+            )
         for exact_sum in self._sums:
             exact_sum.spans.clear()
 

@@ -93,6 +93,8 @@ class Next(NamedTuple):
     def __str__(self) -> str:
         slow, fast = self.rate_interval
         low, high = self.peak_interval
+        if self.difference == SAME:
+            return f"next  {SAME}, at {self.tokens_per_second:,.0f} tokens/s"
         return (
             f"next  {_described(self.job)}\n"
             f"      {self.tokens_per_second:,.0f} tokens/s, 80 % {slow:,.0f}–{fast:,.0f} ({self.difference})\n"
