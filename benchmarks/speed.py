@@ -6,7 +6,8 @@ kernels are compiled.
 
 - ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights. A
   round is ten steps. Peers that are not installed are left out with a line.
-- ``layers``: forward and backward of a small layer, over ``nn.Linear`` in bfloat16.
+- ``layers``: forward and backward of a small layer, and of a large one, over ``nn.Linear`` in
+  bfloat16.
 - ``first``: the first step of a process, from an empty and from a warm cache, without the import.
 - ``watch``: steps of a loop under ``ng.watch``, over the same steps unwatched.
 - ``memory``: the highest memory of a step, beside the plan of the same model and batch. The model
@@ -91,15 +92,15 @@ def steps(shapes: Sequence[tuple[int, ...]]) -> list[Contender]:
     return contenders
 
 
-def layers(compiled: bool) -> list[Contender]:
-    """Return passes of linear layers, so small that the host is what takes time."""
+def layers(compiled: bool, tokens: int = 32, width: int = 64) -> list[Contender]:
+    """Return passes of linear layers; by default so small that the host is what takes time."""
     contenders = []
     for name in (LINEAR, "float8-row", "int8-row", "mxfp8"):
-        layer: Any = nn.Sequential(nn.Linear(64, 64, bias=False).bfloat16())
+        layer: Any = nn.Sequential(nn.Linear(width, width, bias=False).bfloat16())
         if name != LINEAR:
             ng.swap_linears(layer, name)
         called = torch.compile(layer) if compiled else layer
-        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
 
         def run(called: Any = called, x: Tensor = x) -> None:
             called(x).sum().backward()
@@ -244,6 +245,9 @@ def report_part(part: str, options: argparse.Namespace) -> None:
         for how in ("eager", "compiled"):
             rows = measure(layers(how == "compiled"), rounds=20 * rounds)
             show(f"forward and backward of a 64 × 64 layer, {how}", rows)
+        if not quick:
+            rows = measure(layers(False, 4096, 2048), rounds=3)
+            show("forward and backward of 4,096 tokens in a 2,048 × 2,048 layer", rows)
     elif part == "first":
         show("first step", first_steps(STORAGES[:1] if quick else STORAGES))
     elif part == "watch":

@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "_of_the_copy": (nn.Linear(2, 2),),
     "RandomRounding": (0, 0.0),
     "Beside": (),
-    "_weights_put_back": ({},),
+    "_weights_put_back": ({}, []),
     "_taken": ({}, None),
     "FirstBad": (nn.Linear(2, 2),),
 }

@@ -20,7 +20,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RecipeError
+from narrowgauge.errors import ChipError, RankError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.places import require_empty
@@ -255,8 +255,13 @@ def compare(
     The same command continues a stopped comparison; with more --recipes or --seeds it adds their
     runs.
     """
+    from narrowgauge.distributed import job
     from narrowgauge.trainer import compare as comparing
 
+    if (size := job.world_size()) > 1:
+        raise RankError(
+            f"Cannot run narrowgauge compare on {size} ranks.", "Start it once, without torchrun."
+        )
     keep_pages()
     comparison, page = comparing.compare_recipes(
         recipes, flags.given(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)

@@ -49,8 +49,8 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``edq`` (of the
-            last audits), ``diverged`` (whether any seed did), ``num_seeds``,
+            ``step_memory_bytes``, ``step_ratio`` (time of a token over the baseline's), ``edq`` (of
+            the last audits), ``diverged`` (whether any seed did), ``num_seeds``,
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
@@ -75,6 +75,8 @@ class Comparison:
         for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
             if any(row[name] is not None for row in self.rows):
                 columns[SUMMARY[name].label] = SUMMARY[name].cell
+        if any(row["step_ratio"] is not None for row in self.rows):
+            columns[f"step, × {self.baseline}"] = _shown_ratio
         columns[f"minus {self.baseline}"] = shown_difference
         columns |= {"seeds": "num_seeds", "verdict": "verdict"}
         return Table(list(self.rows), columns)
@@ -83,6 +85,10 @@ class Comparison:
         """Return ``compare.json``: the rows, valid JSON for all values."""
         rows = json_value(list(self.rows))
         return f"{json.dumps(rows, indent=1, allow_nan=False, ensure_ascii=False)}\n".encode()
+
+
+def _shown_ratio(row: Row) -> str:
+    return "–" if row["step_ratio"] is None else f"{row['step_ratio']:.2f}"
 
 
 def shown_difference(row: Row) -> str:
@@ -136,6 +142,8 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     base = rows[baseline]
     loss = abs(base["val_loss"])
     for label, row in rows.items():
+        if base["tokens_per_second"] and row["tokens_per_second"]:
+            row["step_ratio"] = base["tokens_per_second"] / row["tokens_per_second"]
         pairs = _paired_differences(groups[label], groups[baseline])
         if row is base:
             row["verdict"] = row["verdict"] or BASELINE
@@ -177,6 +185,7 @@ def _row(label: str, group: Sequence[Run]) -> Row:
     ended = [run for run in group if _loss_of(run) is not None]
     row["diverged"] = len(ended) > len(summaries)
     row["num_seeds"] = len(summaries)
+    row["step_ratio"] = None
     row["difference"] = None
     row["difference_interval"] = None
     row["verdict"] = ""
