@@ -210,6 +210,9 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(RecipeError, match="gradients of an earlier one are still there"):
         step(reduction, model, [0])
     model.zero_grad()
+    with pytest.raises(RecipeError, match="cleared in backward"), reduction.micro_batch():
+        model(gradients_of(0)).backward()
+        model.zero_grad()  # as a step in the backward pass does
     with (
         pytest.raises(RuntimeError, match="within another"),
         reduction.micro_batch(),

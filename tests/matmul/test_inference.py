@@ -121,6 +121,9 @@ def test_code_that_reads_a_weight_gets_the_stored_one(name: str) -> None:
         layer.weight.data += 1
     with pytest.raises(RecipeError, match="Cannot change the weight"):
         layer.weight.add_(1)
+    with pytest.raises(RecipeError, match="Cannot change the weight"):
+        layer.weight[0] = 1
+    assert torch.equal(torch.zeros(layer.weight.shape).copy_(layer.weight), layer.dequantize())
 
 
 def replaced(layer: nn.Linear) -> nn.Module:

@@ -18,6 +18,7 @@ from tensors import (
     parameters_of,
     peak_bytes,
     step_gradients,
+    take_steps,
 )
 
 
@@ -116,3 +117,14 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert scaler.get_scale() == 2.0**5
     assert_same_bits(everything(scaled), everything(plain))
+
+
+def test_a_float16_loss_that_nobody_scaled_is_refused_and_nothing_changes() -> None:
+    """Zero gradients pass: distributed checkpoints make states by a step along them."""
+    optimizer = build("adamw", parameters("float16/split"), "float16/split")
+    optimizer.scales_loss = True  # as prepare says for float16
+    take_steps(optimizer, range(1), scale=0.0)
+    before = everything(optimizer)
+    with pytest.raises(ng.errors.RecipeError, match="GradScaler"):
+        take_steps(optimizer, range(1))
+    assert_same_bits(before, everything(optimizer))

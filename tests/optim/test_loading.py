@@ -19,6 +19,7 @@ REFUSALS: dict[str, tuple[dict[Any, Any], type[Exception], str]] = {
     "amsgrad": ({0: {**GOOD, "max_exp_avg_sq": torch.zeros(4)}}, DataError, ", max_exp_avg_sq, step"),
     # As fused optimizers keep it, whose moments may be divided by the bias correction.
     "no step": ({0: {name: GOOD[name] for name in MOMENTS}}, DataError, "of exp_avg, exp_avg_sq[.]"),
+    "names": ({"weight": GOOD}, DataError, "keys are not numbers"),
     "another shape": ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, RecipeError, "'exp_avg' of shape"),
 }  # fmt: skip
 

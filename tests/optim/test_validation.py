@@ -104,6 +104,13 @@ def on_one_memory() -> ng.AdamW:
     return ng.AdamW([nn.Parameter(memory), nn.Parameter(memory[:6])])
 
 
+def given_twice() -> ng.AdamW:
+    """As lists of tied modules' parameters are."""
+    tied = narrow(2, 3)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        return ng.AdamW([tied, tied])
+
+
 def adopting(name: str, *shape: int, has_weight: bool = True) -> Callable[[], Any]:
     """A state of a name and shape."""
 
@@ -134,6 +141,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a rule that is not monotone": (with_own_rule("compact"), "does not say that it is monotone"),
     "two devices": (lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")]), "cpu and meta"),
     "one memory": (on_one_memory, "another parameter has its memory"),
+    "a parameter twice": (given_twice, "it is passed twice"),
+    "no memory": (lambda: ng.AdamW(nn.Linear(4, 4, device="meta")), "on the meta device"),
     "a state without a weight": (adopting("exp_avg", 2, 3, has_weight=False), "without the weights"),
     "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
     "a state of another shape": (adopting("exp_avg", 3, 2), "'exp_avg' of shape"),

@@ -313,6 +313,11 @@ class GradientReduction:
         flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
         for parameter, part in zip(bucket, flat.split(sizes), strict=True):
             gradient = gradient_of(parameter)
+            if gradient is None and parameter in self._arrived:
+                raise RecipeError(
+                    "a gradient was cleared in backward, before it was summed over ranks.",
+                    "Step after backward.",
+                )
             if gradient is None or self.is_absent:
                 continue
             part.copy_(local_of(gradient).reshape(-1))

@@ -156,8 +156,10 @@ class _Copy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        changes = name in ("__set__", "__setitem__")
+        changes |= name.endswith("_") and not name.endswith("__")
         is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
-        if is_data or name == "__set__" or (name.endswith("_") and not name.endswith("__")):
+        if (changes or is_data) and isinstance(args[0], cls):
             raise RecipeError(
                 "Cannot change the weight of a layer that stores codes and scales.",
                 "To merge adapters, load the base again in 16 bits; add adapters before "

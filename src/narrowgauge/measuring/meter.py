@@ -86,9 +86,10 @@ class Meter(Listener):
         for stepped in set_up.stepped:
             weight = set_up.parameters.get(stepped.name)
             self.names[stepped.parameter] = stepped.name
-            # A vector of ones may equal another model's.
-            if weight is not None and weight not in members and weight.ndim > 1:
+            if weight is not None and weight not in members:
                 self._masters[weight] = stepped.parameter
+        if all(weight.ndim < 2 for weight in self._masters):
+            self._masters.clear()  # vectors of ones may equal another model's
 
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""

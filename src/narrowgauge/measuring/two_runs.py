@@ -91,6 +91,7 @@ class TwoRuns(Readings):
             self.lines.append(f"Recorded settings that differ: {told(pairs, 6)}.")
         elif self.readings:
             self.lines.append("No recorded setting differs.")
+        self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
 
     def _compare(self, step: int, first: Row, second: Row, units: tuple[float, float]) -> list[str]:
         """Compare the rows of a step; return sentences about its difference."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
@@ -426,6 +426,8 @@ class Optimizer(torch.optim.Optimizer):
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
+        if self.scales_loss and found_inf is None:
+            validation.refuse_unscaled(gradients)
         for kernel in self.kernels.used.values():
             kernel.how_it_ran = None
         tables = None if self.compile is False else self._norm_tables
@@ -524,6 +526,12 @@ class Optimizer(torch.optim.Optimizer):
             DataError: another library's state has no counterpart here.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
+        numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+        if state_dict["state"] and state_dict["state"].keys().isdisjoint(numbers):
+            raise DataError(
+                "Cannot load a state whose keys are not numbers of its parameters.",
+                "Give the optimizer's state_dict().",
+            )
         if any("storage" not in group for group in state_dict["param_groups"]):
             moments = torch_states(self.param_groups, state_dict)
             self.adopt({p: self.stored(p) for p in moments}, moments)

@@ -135,13 +135,24 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
 
 
 def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that begin at one address: rounded ones would be tied no more."""
-    owners: dict[int, Tensor] = {}
+    """Refuse parameters without memory, and those that begin at one address: rounded ones would be
+    tied no more, and one that is passed twice would be stepped twice.
+    """
+    addresses = set()
     for parameter in parameters:
         local = local_of(parameter.detach())
-        if local.numel() and owners.setdefault(local.data_ptr(), parameter) is not parameter:
+        if local.is_meta:
             raise RecipeError(
-                f"Cannot step a parameter of shape {tuple(parameter.shape)} because another "
-                "parameter has its memory.",
-                "Tie modules by one Parameter: output.weight = embedding.weight.",
+                "Cannot store a parameter on the meta device.",
+                "Give the model its memory (to_empty) and values first, and build the optimizer after.",
             )
+        if not local.numel():
+            continue
+        if local.data_ptr() in addresses:
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} because it is passed "
+                "twice, or another parameter has its memory.",
+                "Pass each once: dict.fromkeys(parameters). Tie modules by one Parameter: "
+                "output.weight = embedding.weight.",
+            )
+        addresses.add(local.data_ptr())

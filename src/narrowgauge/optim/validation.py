@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.parameter_formats import is_shared_by_ranks
@@ -143,6 +144,19 @@ def refuse_gradient(parameter: Tensor, gradient: Tensor) -> None:
         "Build embeddings with sparse=False, distribute both alike (parallelize_module), and drop "
         "gradients when a parameter is resized.",
     )
+
+
+def refuse_unscaled(gradients: Iterable[Tensor]) -> None:
+    """Refuse float16's gradients of a loss that nobody scaled: the small ones are zero.
+
+    Distributed checkpoints make a state by a step along zeros, which have any scale.
+    """
+    if any(bool(local_of(gradient).any()) for gradient in gradients):
+        raise RecipeError(
+            "Cannot step because nobody scaled the loss, and small gradients are zero in float16.",
+            "Call scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update() of a "
+            "torch.amp.GradScaler. Or take a bfloat16 recipe.",
+        )
 
 
 def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> None:
