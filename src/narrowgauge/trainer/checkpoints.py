@@ -48,8 +48,11 @@ def require(run: Path) -> tuple[Path, list[str]]:
             if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
                 return folder, damaged
         damaged.append(folder.name)
+    reason = (
+        f"its checkpoints are damaged: {', '.join(damaged)}" if damaged else "it has no checkpoint"
+    )
     raise RecordError(
-        f"Cannot load {run}: it has no good checkpoint; damaged: {', '.join(damaged) or 'none'}.",
+        f"Cannot load {run}: {reason}.",
         "Restore one, or name another run.",
     )
 
