@@ -65,6 +65,9 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
         return
     lengths = {name: float(first.shadows[name].norm()) for name in errors}
     error = math.hypot(*errors.values())
+    if not error and not any(lengths.values()):
+        result.lines.append(f"gradients of {len(errors)} tensors: all are exactly zero")
+        return
     length = math.hypot(*lengths.values()) or 1.0
     unit = wide.coarsest[0] * length
     worst = max(errors, key=errors.__getitem__)

@@ -168,11 +168,14 @@ def _entries(row: Row, step: int) -> dict[str, Any]:
     column and tensor. Gradients are those at loss scale 1.
     """
     entries: dict[str, Any] = {}
+    tensors = row.get("tensors") or {}
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
+    if not tokens and "tokens:batch" in tensors:
+        tokens = tensors["tokens:batch"][2]
     for name in row.keys() & STAGE_OF.keys():
         if row[name] is not None:
             entries[name] = name, str(row[name]), number(row[name]), tokens
-    for key, (bits, norm, *others) in (row.get("tensors") or {}).items():
+    for key, (bits, norm, *others) in tensors.items():
         kind = key.partition(":")[0]
         if kind == "tokens":  # integers have no norm
             norm = None
