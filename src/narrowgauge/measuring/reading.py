@@ -65,7 +65,7 @@ class Reading:
 
     @property
     def severity(self) -> str:
-        """Return how serious it is, by its kind; a share of the steps is a note below 1."""
+        """Return the severity of its kind. A count of steps is a note unless it is all of them."""
         kind = KINDS.get(self.what)
         if kind is None:
             return "error"

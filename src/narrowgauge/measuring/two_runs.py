@@ -151,7 +151,8 @@ def _rows_of(run: Run) -> dict[int, Row]:
     """Return one row for each step: its columns, its evaluation, and its fingerprints; at the last
     step that of the final weights.
 
-    Of several rows of a table the first one counts: a resume repeats its checkpoint's fingerprints.
+    If a table has several rows of a step, take the first: a resume repeats its checkpoint's
+    fingerprints.
     """
     rows = dict[int, Row]()
     for table in (run.evals, run.steps, run.fingerprints):

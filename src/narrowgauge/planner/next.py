@@ -174,7 +174,7 @@ class MeasuredRun:
         return peak
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
-        """Return a plan in this run's layout, if it was told and fits; else in any."""
+        """Return a plan in this run's layout, if that is known and fits; else in the fastest."""
         asked = {"layout": {}, **self.asked, **changes}
         if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
             names = "cluster", "chip", "chips"

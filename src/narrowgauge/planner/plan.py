@@ -46,15 +46,15 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
     Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json``, or its folder, an
-            architecture, or a module, of which a step on ``batch`` is counted
+        model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
+            For a module, a step on ``batch`` is counted
             (:func:`~narrowgauge.planner.module.plan_module` has its arguments).
         tokens: of the whole run, for its days.
         advise: whether to look for what would fit.
         asked: the question, as of :func:`answers`.
     Returns:
-        A :class:`~narrowgauge.planner.words.Plan`: the jobs, the best first. Of a module a
-        :class:`~narrowgauge.planner.module.ModulePlan`.
+        A :class:`~narrowgauge.planner.words.Plan`: the jobs, the best first. For a module,
+        a :class:`~narrowgauge.planner.module.ModulePlan`.
     Raises:
         NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is
             unknown.

@@ -51,7 +51,7 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         raise RecordError(
             f"Cannot divide {path}: {reason}.",
             "Name a file of profiler.export_chrome_trace, a run folder or a log, and the output of "
-            "narrowgauge plan run … --json. Of a CPU, print profiler.key_averages().table().",
+            "narrowgauge plan run … --json. For a CPU, print profiler.key_averages().table().",
         ) from error
     total = sum(seconds.values())
     rows = []
