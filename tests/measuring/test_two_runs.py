@@ -172,6 +172,9 @@ def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
     result = TwoRuns(*runs)
     assert (result.readings[0].step, result.readings[0].what) == (4, "weights_fingerprint")
     assert not result.is_complete and not result.is_rounding
+    for run, value in zip(runs, (3.0, 6.0), strict=True):
+        run.evals.append({"step": 4, "val_loss": value})
+    assert TwoRuns(*runs).readings[0].what == "val_loss"
 
 
 def test_what_only_one_run_has_is_the_answer() -> None:

@@ -30,10 +30,10 @@ STAGE_OF = {
     "grad_norm": "gradient", "lr": "optimizer step", "loss_scale": "optimizer step",
     "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step",
     "exp_avg_sq": "optimizer step", "state": "optimizer step",
-    "weights_fingerprint": "optimizer step", "val_loss": "evaluation",
+    "val_loss": "evaluation", "weights_fingerprint": "optimizer step",
 }  # fmt: skip
 """The stage of each compared column and kind of tensor, in the order of a step. Times and bytes
-differ between any two runs.
+differ between any two runs. The hash of the final weights is last, for it has no size.
 """
 _KINDS = list(STAGE_OF)
 EXACT = ("tokens", "lr", "loss_scale", "skipped")
