@@ -173,3 +173,11 @@ def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
     result = call(folder)
     assert result.exit_code == status and words in result.output, result.output
     assert status == 0 or result.output.count("\n") <= 2
+
+
+def test_a_damaged_row_of_a_run_is_told_once(spiked_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(spiked_run, tmp_path / "run")
+    with (folder / "steps.jsonl").open("a") as file:
+        file.write('5\n{"step": 161}\n')
+    for words in ([folder], [folder, spiked_run]):
+        assert call(*words).output.count("1 damaged row of 162") == 1

@@ -115,6 +115,15 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
     assert [row["step"] for row in run.steps] == [*range(1, 9)] and "lr" not in run.steps[1]
 
 
+def test_a_step_that_is_left_out_says_nothing_of_its_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        train(model, optimizer, recorder, range(2))
+        recorder.step(1.0)  # the third, after which it is told what is not measured
+    assert "stored share of the step" not in unseen_of(ng.read_run(tmp_path / "run"))
+
+
 def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
     """A critic that steps twice for each step of its generator; a schedule steps before the row."""
     model = nn.ModuleDict({"critic": nn.Linear(4, 4), "generator": nn.Linear(4, 4)})

@@ -95,7 +95,15 @@ def test_what_a_resume_forgets_is_named(forget: str) -> None:
 
 def counting(start: int) -> Callable[[], torch.Tensor]:
     count = torch.tensor(start)
-    return lambda: count.add_(1) * 0.5
+    batch = None
+
+    def step() -> torch.Tensor:
+        if count < 0:
+            print(batch)  # noqa: F821
+        return count.add_(1) * 0.5
+
+    del batch  # a variable without a value
+    return step
 
 
 def test_a_step_that_returns_its_loss_is_compared_by_what_it_holds() -> None:

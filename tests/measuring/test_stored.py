@@ -145,8 +145,8 @@ def test_what_is_not_predicted_is_named() -> None:
     assert [r.what for r in eps] == ["stored-share"] and eps.lines[1].split()[-1] == "0", eps
     model.bfloat16()
     for optimizer, words in (
-        (Unheard(model.parameters(), {"lr": 1e-5}), "Unheard is no library's"),
-        (MyAdamW(model.parameters(), lr=1e-5), "MyAdamW is no library's"),
+        (Unheard(model.parameters(), {"lr": 1e-5}), "Unheard is not of a known library"),
+        (MyAdamW(model.parameters(), lr=1e-5), "MyAdamW is not of a known library"),
         (torch.optim.SGD(model.parameters(), lr=0.01), "pass batch="),
     ):
         result = ng.check(model, optimizer)

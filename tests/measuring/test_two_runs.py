@@ -132,6 +132,9 @@ def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
             run.steps[2]["tokens"] = 3 << 12
         runs[1].steps[2]["loss"] *= factor
         assert TwoRuns(*runs).is_rounding == is_rounding
+    runs = make_run("a"), make_run("b")
+    runs[1].steps[2]["loss"] *= 1.01  # of the tokens that the fingerprint of the batch counts
+    assert not TwoRuns(*runs).is_rounding
 
 
 def test_the_ranks_whose_parts_differ_are_told() -> None:

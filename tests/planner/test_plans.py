@@ -286,6 +286,7 @@ def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
     file.write_text('model = "llama-8b"\nlog = "log.csv"\n')
     for run, says in (
         (str(file), "no machine"),
+        ("model=llama-8b chip=128 tokens_per_second=1e9", "chip = 128: it must be a name"),
         ("model=llama-8b chip=T4 tokens_per_second=1e9", "more than the peak"),
         ("nowhere.toml", r"nowhere.toml because it is not there.*'model=llama-8b chip="),
     ):

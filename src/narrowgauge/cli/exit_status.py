@@ -38,7 +38,7 @@ class CommandGroup(click.Group):
             if explained is None:
                 raise  # a bug
             kind, message, status = explained
-            # All ranks have it. Of one rank's own, torchrun prints the first.
+            # All ranks have this error. torchrun prints an error of one rank alone.
             if kind and job.rank() == 0:
                 with contextlib.suppress(OSError):  # its reader has left
                     click.echo(f"{kind}: {' '.join(message.split())}", err=True)

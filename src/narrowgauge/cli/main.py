@@ -342,11 +342,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     from narrowgauge.measuring import diagnose as diagnosing
 
     runs = [read_run(path) for path in (run, other) if path is not None]
-    diagnosis: Any = diagnosing.diagnose(*runs)
-    for record in runs:
-        for note in record.notes:
-            click.echo(f"note: {note}.", err=True)
-    return _print_result(as_json, diagnosis)
+    return _print_result(as_json, diagnosing.diagnose(*runs))
 
 
 @main.command("same", short_help="Which weights two models or checkpoints differ in.")

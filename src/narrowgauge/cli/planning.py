@@ -118,11 +118,10 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     narrowgauge plan next run.toml chips=128 sequence_length=16384
     narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
-    from narrowgauge.planner.layouts import read_values
-    from narrowgauge.planner.next import read_measured
+    from narrowgauge.planner.next import read_measured, read_question
 
     measured = read_measured(run)
-    told = measured.next(**read_values(changes))
+    told = measured.next(**read_question(changes))
     if as_json:
         return tables.write_json(told.row())
     return click.echo(f"{measured}\n{told}")

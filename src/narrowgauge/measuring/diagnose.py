@@ -71,7 +71,7 @@ class Diagnosis(Readings):
         if not self.is_finished:
             self.verdict += " The run is not finished."
         self.lines = [f"{self.name}: {self.verdict}"]
-        self.lines += [f"Not recorded: {note}." for note in run.notes]
+        self.lines += [f"Not read: {note}." for note in run.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""

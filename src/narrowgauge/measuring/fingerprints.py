@@ -150,7 +150,7 @@ class Fingerprints(Listener):
         entry[2] += x.numel()
 
     def _record(self, named: Mapping[str, Tensor]) -> None:
-        """Record whole tensors, of which a rank may hold a part."""
+        """Record whole tensors; a rank may hold a part of one."""
         for key, number in fingerprints_whole(named).items():
             self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
 

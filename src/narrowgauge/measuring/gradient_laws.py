@@ -68,10 +68,10 @@ def gradients_kept(tell: Tell) -> Law:
 
 
 def _shares(tell: Tell, kind: str, names_of: Callable[[Step], list[str] | None]) -> Law:
-    """Count the steps of a run in which something is so, of the whole step ("") or of tensors.
+    """Count the steps of a run in which something holds, for the whole step ("") or for tensors.
 
-    All steps are told from the third on, a share of them from the twentieth on: policies, games and
-    rare experts have such steps, and mean them. So do tensors without a use.
+    If it holds in all steps, report from the third on; in some, from the twentieth on: policies,
+    games, rare experts and unused tensors have such steps by design.
     """
     counts: Counter[str] = Counter()
     since: dict[str, int] = {}

@@ -17,7 +17,7 @@ from narrowgauge.measuring.reading import Reading, failure_of, measured
 from narrowgauge.measuring.step import Law, Step, Tell
 
 TWICE = 2.0
-"""A fault is told again when it is so many times as far beyond its bound."""
+"""Report a fault again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[Tell], Law], ...] = (
     gradient_laws.nonfinite, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
     gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm,

@@ -30,7 +30,7 @@ _BLOCK = 2**24
 _SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its row's token that are tried; the first of equals counts."""
 _MOST = 0.9
-"""Share of the rows that settles what they learn."""
+"""Fraction of the rows that must agree on what they learn."""
 _LEAST = 2.0**-14
 """Sum of a row's gradient over its absolute sum, where float32 alone rounds."""
 _SHOWN = {

@@ -86,9 +86,10 @@ class Meter(Listener):
         for stepped in set_up.stepped:
             weight = set_up.parameters.get(stepped.name)
             self.names[stepped.parameter] = stepped.name
-            # A vector of ones may equal another model's.
-            if weight is not None and weight not in members and weight.ndim > 1:
+            if weight is not None and weight not in members:
                 self._masters[weight] = stepped.parameter
+        if all(weight.ndim < 2 for weight in self._masters):
+            self._masters.clear()  # vectors of ones may equal another model's
 
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""
@@ -116,7 +117,7 @@ class Meter(Listener):
         self._undo.close()
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
-        """Call a part of the meter. After an error nothing more is measured, and the loop goes on."""
+        """Call a part of the meter. After an error, measure nothing more; the loop continues."""
         if self._is_broken:
             return
         try:
@@ -219,7 +220,7 @@ class Meter(Listener):
                     break
 
     def _take_masters(self) -> None:
-        """Look for weights that stand still while their master moves beyond their rounding."""
+        """Look for frozen weights whose master moves by more than their rounding."""
         for weight, master in in_turn([*self._masters.items()], self.number):
             now = take(weight)
             has_stood = (now == self._first.setdefault(weight, now)).all()
@@ -230,7 +231,7 @@ class Meter(Listener):
 
     @property
     def has_stepped(self) -> bool:
-        """Return whether a step was taken that is not told yet."""
+        """Return whether a step was taken that is not yet reported."""
         return self.hub.optimizers[-1] in self._stepped
 
     def after_step(self, optimizer: AnyOptimizer) -> None:
@@ -269,7 +270,7 @@ class Meter(Listener):
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────
 
     def end_step(self, told: Row) -> None:
-        """End a step, and give its row to the listener. What the loop tells comes first."""
+        """End a step, and give its row to the listener. Numbers from the loop come first."""
         self.number += 1
         row: Row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
         if self.has_stepped:

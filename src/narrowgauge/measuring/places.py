@@ -31,13 +31,13 @@ OF_SUMS = 1.5
 bfloat16 give 2.0.
 """
 MOST = 0.7
-"""Part of a gradient that is rounding alone."""
+"""Fraction of a gradient that is rounding alone."""
 THE_ONE = 0.94
-"""A place is the one if it gives this share of the error: a third of it is left without the place."""
+"""A place that gives this fraction of the error is the only one: without it a third is left."""
 LEAST_SHARE = 0.005
-"""A place of less of the error is not printed."""
+"""Places with a smaller fraction of the error are not printed."""
 AT_END = 1 / 8
-"""Share of a cast's values at the end of its format: delayed and rounded scales leave a few there."""
+"""Fraction of a cast's values at the end of its format: delayed and rounded scales leave a few there."""
 
 Repeat = Callable[[Collection[str]], Pass]
 """Run a step again, with sites whose shadows are rounded."""
@@ -65,6 +65,9 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
         return
     lengths = {name: float(first.shadows[name].norm()) for name in errors}
     error = math.hypot(*errors.values())
+    if not error and not any(lengths.values()):
+        result.lines.append(f"gradients of {len(errors)} tensors: all are exactly zero")
+        return
     length = math.hypot(*lengths.values()) or 1.0
     unit = wide.coarsest[0] * length
     worst = max(errors, key=errors.__getitem__)

@@ -1,7 +1,7 @@
 """Describe everything on which the bits of a run may depend: versions, the machine and its arithmetic.
 
-``run.toml`` holds them as they were at the start of the run. Of two runs, ``narrowgauge diagnose``
-prints what differs.
+``run.toml`` holds them as they were at the start of the run. ``narrowgauge diagnose`` prints
+what differs between two runs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.kinds import KINDS, SEVERITIES
-from narrowgauge.runs.finding import told
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.tables import Table
 
 STAGES = (
@@ -65,7 +65,7 @@ class Reading:
 
     @property
     def severity(self) -> str:
-        """Return how serious it is, by its kind; a share of the steps is a note below 1."""
+        """Return the severity of its kind. A count of steps is a note unless it is all of them."""
         kind = KINDS.get(self.what)
         if kind is None:
             return "error"
@@ -195,8 +195,9 @@ class Readings(Sequence[Reading]):
             RecipeError: with the sentences of all readings.
         """
         if self.serious:
-            number = len(self.serious)
-            message = f"Cannot train as set up because {number} readings are beyond their bound."
+            message = (
+                f"Cannot go on because of {counted(len(self.serious), 'reading')} beyond the bound."
+            )
             for reading in self.serious:
                 message += f" {reading.what} ({reading.tensor}): {reading.text}"
             raise RecipeError(message)

@@ -249,7 +249,9 @@ class RunRecorder:
     def _tell_unseen(self) -> None:
         """Tell what is not measured, each with its reason."""
         unseen = {**self.meter.unseen}
-        if "stored" not in self.meter.last and not isinstance(self.optimizer, Optimizer):
+        row = self.meter.last
+        has_moved = row.get("arrived") and not row.get("skipped")
+        if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
         if self._gauges.every and not self._gauges.layers:

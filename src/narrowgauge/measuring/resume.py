@@ -8,11 +8,11 @@ sharding. A certificate holds the fingerprints of a checkpoint, for a resume in 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -117,7 +117,10 @@ def _objects_of(step: Step, returned: Any) -> Objects:
         return returned
     held: Objects = vars(getattr(step, "__self__", step))
     if isinstance(step, FunctionType):
-        held = inspect.getclosurevars(step).nonlocals
+        held = {}
+        for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
+            with suppress(ValueError):  # of a variable that has no value yet
+                held[name] = cell.cell_contents
     return {**held, "loss": returned}
 
 

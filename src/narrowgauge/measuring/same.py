@@ -154,8 +154,8 @@ def are_alike(first: list[Tensor] | None, second: list[Tensor] | None) -> bool:
 
 
 def distance(first: list[Tensor], second: list[Tensor]) -> float:
-    """Return the largest distance of a row of some tensors from those of another pass, relative to
-    its length. Of small rows, take a thousandth of the mean length.
+    """Return the largest distance between rows of two passes, relative to the row's length. For
+    small rows, use a thousandth of the mean length.
     """
     largest = 0.0
     for x, y in zip(first, second, strict=True):

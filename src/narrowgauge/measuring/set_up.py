@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.torch_support.torch_names import plain_name
@@ -150,11 +151,14 @@ def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
 
 
 def _is_copy(p: Tensor, table: Tensor) -> bool:
-    """Return whether a parameter has the bits of an embedding that trains, in a second tensor."""
-    if p.shape != table.shape or p.dtype is not table.dtype or not table.requires_grad:
+    """Return whether a parameter has the values of an embedding that trains, in a second tensor: its
+    bits, or once both have the narrower format.
+    """
+    if p.shape != table.shape or table.dtype not in TRAINED or not table.requires_grad:
         return False
-    values = spread(p)
-    return values.unique().numel() > 1 and torch.equal(values, spread(table))
+    narrow = max(p.dtype, table.dtype, key=unit_of)
+    values = spread(p).to(narrow)
+    return values.unique().numel() > 1 and torch.equal(values, spread(table).to(narrow))
 
 
 def _rounded_buffers(model: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
@@ -58,6 +58,7 @@ class Along:
     Attributes:
         moved: the weights along which the slope is asked, by name.
         exact: the gradient of the loss.
+        padding: the row of an embedding that its own declaration leaves without a gradient.
     """
 
     def __init__(self, passes: Passes, batch: Any, has_constants: bool) -> None:
@@ -72,6 +73,13 @@ class Along:
                 raise ArithmeticError("a hook may change a gradient")
             if is_finite(p) and (name in first.shadows or name not in first.gradients):
                 self.moved[name] = p
+        self.padding: dict[Any, int] = {}
+        for module in passes.model.modules():
+            if (
+                isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+                and module.padding_idx is not None
+            ):
+                self.padding[module.weight] = module.padding_idx
         are_finite = math.isfinite(first.value) and all(map(is_finite, first.shadows.values()))
         if first.wide.cuts and not (first.shadows and are_finite):
             raise ArithmeticError(f"not followed through {', '.join(first.wide.cuts)}")
@@ -96,8 +104,11 @@ class Along:
         directions: list[tuple[Any, Tensor]] = []
         predicted = squares = 0.0
         for name in names:
-            direction = _direction(self.moved[name], seed + zlib.crc32(name.encode()))
-            directions.append((self.moved[name], direction))
+            p = self.moved[name]
+            direction = _direction(p, seed + zlib.crc32(name.encode()))
+            if p in self.padding:
+                direction[self.padding[p]] = 0.0
+            directions.append((p, direction))
             if name in self.exact:
                 predicted += float((self.exact[name] * direction).sum())
                 squares += float(self.exact[name].square().sum() * direction.square().mean())
@@ -150,6 +161,8 @@ def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
     if slope.differs:
         along, slope = _whole(passes, batch, False)
     if not slope.differs:
+        if slope.off > BOUND:
+            raise ArithmeticError("it is another one at a tenth of the step")
         number = len(along.moved)
         result.lines.append(
             f"slope: the loss changes as the gradient of {number} tensors says, "

@@ -1,4 +1,4 @@
-"""Predict the shares of an update that the format of a weight stores, before the run.
+"""Predict, before the run, which fraction of an update the format of a weight stores.
 
 Four numbers of each tensor: of the step, of the weight decay, of the change of Adam's second moment,
 and of its epsilon. They have one cure: a storage that keeps low bits, or masters. Each weight moves by
@@ -126,7 +126,7 @@ def _of_no_library(stepped: Stepped) -> str:
         name = dtype_name(moment.dtype)
         return f"the second moment of {kind} is {name}: rounded to nearest, its decay is lost"
     if p.dtype in NARROW:
-        return f"{kind} is no library's: it may round by its own code, or keep a copy"
+        return f"{kind} is not of a known library: it may round by its own code, or keep a copy"
     return "" if state else f"{kind} makes its states in its first step"
 
 

@@ -130,8 +130,8 @@ def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
 
 
 def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
-    """Return how a gradient is related to the right one, in words, its factor or its distance over the
-    length, and which is expected. No words for a mean of losses of which the whole batch's is no sum.
+    """Return how a gradient is related to the right one, in words; its factor, or its distance over the
+    length; and the expected one. Return no words if the batch's loss is not a sum over its parts.
 
     Args:
         columns: the plain gradients of each micro-batch, if there are several.

@@ -91,6 +91,7 @@ class TwoRuns(Readings):
             self.lines.append(f"Recorded settings that differ: {told(pairs, 6)}.")
         elif self.readings:
             self.lines.append("No recorded setting differs.")
+        self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
 
     def _compare(self, step: int, first: Row, second: Row, units: tuple[float, float]) -> list[str]:
         """Compare the rows of a step; return sentences about its difference."""
@@ -150,7 +151,8 @@ def _rows_of(run: Run) -> dict[int, Row]:
     """Return one row for each step: its columns, its evaluation, and its fingerprints; at the last
     step that of the final weights.
 
-    Of several rows of a table the first one counts: a resume repeats its checkpoint's fingerprints.
+    If a table has several rows of a step, take the first: a resume repeats its checkpoint's
+    fingerprints.
     """
     rows = dict[int, Row]()
     for table in (run.evals, run.steps, run.fingerprints):
@@ -166,11 +168,14 @@ def _entries(row: Row, step: int) -> dict[str, Any]:
     column and tensor. Gradients are those at loss scale 1.
     """
     entries: dict[str, Any] = {}
+    tensors = row.get("tensors") or {}
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
+    if not tokens and "tokens:batch" in tensors:
+        tokens = tensors["tokens:batch"][2]
     for name in row.keys() & STAGE_OF.keys():
         if row[name] is not None:
             entries[name] = name, str(row[name]), number(row[name]), tokens
-    for key, (bits, norm, *others) in (row.get("tensors") or {}).items():
+    for key, (bits, norm, *others) in tensors.items():
         kind = key.partition(":")[0]
         if kind == "tokens":  # integers have no norm
             norm = None

@@ -92,10 +92,10 @@ def split_groups(tensor: Any) -> list[Any]:
 
 
 def part_of_row(tensor: Any, row_dims: int) -> int:
-    """Return the elements of a row in a shard, but for the last one. 0: rows are whole.
+    """Return the elements of a row in a shard (the last shard may hold fewer). 0: rows are whole.
 
-    A row is the last ``row_dims`` dimensions. Parts of another than the first of them are no
-    neighbours in memory: they count as single elements.
+    A row is the last ``row_dims`` dimensions. If another than the first of these is sharded, its
+    parts are not adjacent in memory: they count as single elements.
     """
     first = tensor.ndim - row_dims
     shape = list(tensor.shape[first:])

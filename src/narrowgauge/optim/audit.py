@@ -5,8 +5,8 @@ the rule's change with moments that no storage ever cuts, E the change of what i
 an audit sees what a storage rounds off the weight, and what it lost of the moments before.
 
 One step is noisy, and stalls come late. So an alarm reads a window of the last audits. It is raised
-when the upper end of a confidence interval of the tensor's EDQ is below the threshold. Of a sharded
-tensor each rank audits its own part.
+when the upper end of a confidence interval of the tensor's EDQ is below the threshold. Each
+rank audits its own part of a sharded tensor.
 """
 
 from __future__ import annotations

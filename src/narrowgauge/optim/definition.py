@@ -40,7 +40,7 @@ MOST_GROWTH = 2.0**20
 
 @lru_cache(None)
 def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
-    """Return a step of the integers of the weight and of each plane, in place:
+    """Return a function that steps the integers of the weight and of each plane in place:
     ``step(weight, gradient, *planes, *scales, *changes, values, seed)``.
 
     The scales are float32: for each scaled code, below its block's end and back. A matrix rule has

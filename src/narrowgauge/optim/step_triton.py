@@ -5,8 +5,8 @@ steps some blocks of 256 elements. Words stand at the bottom of 32-bit integers.
 ``sqrt_rn`` round as on a CPU, and a launch fuses no multiply-add. Triton's interpreter runs this file
 on a CPU (:func:`narrowgauge.torch_support.triton.load`).
 
-Constants of a step are a ``row`` (:class:`narrowgauge.optim.table.Row`). Those of a code are a
-``field`` (:class:`narrowgauge.optim.planes.Field`).
+Constants of a step are a ``row`` (:class:`narrowgauge.optim.table.Row`), constants of a
+code a ``field`` (:class:`narrowgauge.optim.planes.Field`).
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class Programs:
         self.tiles = to_device(torch.from_numpy(tiles), self.device)
 
     def send(self, num_bounds: int = 0) -> Any:
-        """Copy the table and the numbers to a GPU, the last addresses of which are of bounds. Return
-        where the numbers are.
+        """Copy the table and the numbers to a GPU, and return the address of the numbers. The last
+        addresses of the table are those of bounds.
         """
         if self.is_cpp:
             return self.numbers.ctypes.data

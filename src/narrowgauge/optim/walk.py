@@ -44,9 +44,7 @@ def word_of(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Hold some rows: views of the weight, the planes and the bounds of blocks by name, and of
-    ``arguments``.
-    """
+    """Hold some rows: views of the weight, of planes and block bounds by name, and of the arguments."""
 
     storage: Storage
     weight: Tensor

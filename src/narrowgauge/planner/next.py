@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from narrowgauge.errors import DataError, NarrowgaugeError
+from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
 from narrowgauge.planner.layouts import read_values
 from narrowgauge.planner.memory import outside_bytes
@@ -36,6 +37,8 @@ SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
 _TRUSTS = {SAME: 1.0, BEYOND: 0.0}
 _SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
+_TEXTS = ("model", "recipes", "chip", "optimizer", "layout", "program")
+_NUMBERS = ("chips", "sequence_length", "tokens_per_step", "tokens_per_second", "peak_gb", "lora")
 _ADVICE = (
     "Name a run folder or a TOML file, or write the run in quotes: "
     "'model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336'."
@@ -171,7 +174,7 @@ class MeasuredRun:
         return peak
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
-        """Return a plan in this run's layout, if it was told and fits; else in any."""
+        """Return a plan in this run's layout, if that is known and fits; else in the fastest."""
         asked = {"layout": {}, **self.asked, **changes}
         if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
             names = "cluster", "chip", "chips"
@@ -203,6 +206,24 @@ class MeasuredRun:
         return text
 
 
+def read_question(words: Iterable[str]) -> dict[str, Any]:
+    """Read ``NAME=VALUE``: arguments of :class:`MeasuredRun`.
+
+    Raises:
+        RecipeError: a number where a name is expected, or the reverse.
+    """
+    asked = read_values(words)
+    for name, value in asked.items():
+        is_text = isinstance(value, str)
+        if name in (_NUMBERS if is_text else _TEXTS):
+            expected = "a number" if is_text else "a name"
+            raise RecipeError(
+                f"Cannot use {name} = {value}: it must be {expected}.",
+                "For instance: chip=H100-SXM chips=128.",
+            )
+    return asked
+
+
 def read_measured(text: str) -> MeasuredRun:
     """Read a measured run: a run folder, a TOML file with the arguments of :class:`MeasuredRun`, or
     these arguments themselves, ``NAME=VALUE`` between spaces.
@@ -216,7 +237,7 @@ def read_measured(text: str) -> MeasuredRun:
         asked = read_file(path, "measured run", _ADVICE)
         path = path.parent / asked.pop("log", "")
     elif "=" in text:
-        asked = read_values(text.split())
+        asked = read_question(text.split())
     elif not path.exists():
         raise DataError(f"Cannot plan from {text} because it is not there.", _ADVICE)
     others = asked.pop("others", [])

@@ -46,15 +46,15 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
     Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json``, its folder or a cached ``org/name``,
-            an architecture, or a module, of which a step on ``batch`` is counted
+        model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
+            For a module, a step on ``batch`` is counted
             (:func:`~narrowgauge.planner.module.plan_module` has its arguments).
         tokens: of the whole run, for its days.
         advise: whether to look for what would fit.
         asked: the question, as of :func:`answers`.
     Returns:
-        A :class:`~narrowgauge.planner.words.Plan`: the jobs, the best first. Of a module a
-        :class:`~narrowgauge.planner.module.ModulePlan`.
+        A :class:`~narrowgauge.planner.words.Plan`: the jobs, the best first. For a module,
+        a :class:`~narrowgauge.planner.module.ModulePlan`.
     Raises:
         NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is
             unknown.
@@ -113,7 +113,8 @@ def answers(
             :class:`~narrowgauge.planner.program.Program`.
         tuned: fields of :class:`~narrowgauge.planner.program.Tuning`.
     """
-    refuse_unknown(tuned, Tuning.__slots__, "a plan", NarrowgaugeError)
+    known = [*(answers.__kwdefaults__ or ()), *Tuning.__slots__]
+    refuse_unknown(tuned, known, "a plan", NarrowgaugeError)
     tuning = Tuning(**tuned)
     require_choice("optimizer", optimizer, UPDATE_RULES)
     require_number("lora", tuning.lora, 0, a.hidden_size + 1)
@@ -168,7 +169,8 @@ def machines_of(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
     if bool(clusters) == bool(kinds) or (clusters and counts):
         why = "a cluster has its own chips" if clusters else "no machine was named"
         raise ChipError(
-            f"Cannot plan because {why}.", "Name --chip H100-SXM --chips 8, or --cluster FILE."
+            f"Cannot plan because {why}.",
+            "Name chip=H100-SXM chips=8 (flags: --chip, --chips), or a cluster file.",
         )
     for where in clusters:
         yield where if isinstance(where, Cluster) else read_cluster(where)

@@ -45,10 +45,13 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
             planned = dict(_load(plan)["options"][0]["step_seconds"])
             planned.pop("total")
     except (AttributeError, LookupError, TypeError, ValueError, OSError, EOFError) as error:
+        reason = "it has no kernels of a GPU"
+        if plan is not None:
+            reason += f", or {plan} has no 'step_seconds'"
         raise RecordError(
-            f"Cannot divide {path}: it has no kernels of a GPU, or {plan} no 'step_seconds'.",
+            f"Cannot divide {path}: {reason}.",
             "Name a file of profiler.export_chrome_trace, a run folder or a log, and the output of "
-            "narrowgauge plan run … --json. Of a CPU, print profiler.key_averages().table().",
+            "narrowgauge plan run … --json. For a CPU, print profiler.key_averages().table().",
         ) from error
     total = sum(seconds.values())
     rows = []

@@ -372,7 +372,7 @@ def _wide(name: str) -> Products:
 
 
 def _rotated(x: Cast, weight: Cast, gradient: Cast) -> Products:
-    """Return three matmuls of which grad_weight rotates both operands."""
+    """Return three matmuls; grad_weight rotates both operands."""
     output, grad_input, grad_weight = _products(x, weight, gradient)
     left, right = (
         replace(cast, rotation="hadamard") for cast in (grad_weight.left, grad_weight.right)

@@ -111,7 +111,7 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
     gradients = "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
     facts = {
         "loses": storage.loses,
-        "gradients": "any; in a row, down to 8e-06 of its largest" if storage.scaled else gradients,
+        "gradients": _IN_BLOCKS if storage.scaled else gradients,
         "storage from": storage.source,
         "norm gains, biases": storage.vectors or storage.name,
         "for": compute.purpose,
@@ -119,8 +119,9 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
         "native": compute.native or "nowhere: emulated",
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
-        "last blocks left plain": f"{compute.keep_last:.0%}",
     }
+    if compute.keep_last:
+        facts["wide blocks"] = f"the last {compute.keep_last:.0%} of the model's blocks"
     stored = _stored_words(storage)
     matmuls = []
     for formula, product in zip(_FORMULAS, compute.products.values(), strict=True):
@@ -134,6 +135,7 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
     return row, [table_of(rows), table_of([*stored, total]), table_of(matmuls)]
 
 
+_IN_BLOCKS = "any; in a block of 256, down to 8e-06 of the largest"
 _FORMULAS = ("y = x · wᵀ", "dx = dy · w", "dw = dyᵀ · x")
 
 

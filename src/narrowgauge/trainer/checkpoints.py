@@ -48,8 +48,11 @@ def require(run: Path) -> tuple[Path, list[str]]:
             if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
                 return folder, damaged
         damaged.append(folder.name)
+    reason = (
+        f"its checkpoints are damaged: {', '.join(damaged)}" if damaged else "it has no checkpoint"
+    )
     raise RecordError(
-        f"Cannot load {run}: it has no good checkpoint; damaged: {', '.join(damaged) or 'none'}.",
+        f"Cannot load {run}: {reason}.",
         "Restore one, or name another run.",
     )
 
@@ -97,7 +100,7 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         (new / _MANIFEST).write_text(json.dumps(_digests(new), indent=1), encoding="utf-8")
         for file in (*new.iterdir(), new):
             sync(file)
-        # Later ones are damaged, and so is one of this step: the run went on from an earlier one.
+        # The run continued from an earlier checkpoint: this step's and later ones are damaged.
         for folder in folders(run):
             if folder >= final:
                 shutil.rmtree(folder)

@@ -54,8 +54,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             config = AutoConfig.from_pretrained(model, **safely)
         except OSError as error:
             raise DataError(
-                f"Cannot read a model from '{model}': it is no preset, no folder with config.json, "
-                "and was not downloaded.",
+                f"Cannot read a model from '{model}': it is not a preset or a folder with "
+                "config.json, and was not downloaded.",
                 f"narrowgauge show models lists presets; or run: hf download {model}",
             ) from error
     for field, value in vars(config).items():

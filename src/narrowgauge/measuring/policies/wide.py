@@ -256,14 +256,16 @@ class Wide:
 
     def _judge_cast(self, site: str, values: Tensor, source: Tensor) -> None:
         """Note what a cast loses at the ends of its format."""
-        if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
+        if values.element_size() == 1:  # 16-bit masks end there; infinities are reported elsewhere
             # Values that a clamp has put there are at the end.
             end = torch.finfo(values.dtype).max * (1 - 2.0**-12)
             share = float((self.of(values).abs() >= end).double().mean())
             self.at_end[site] = max(share, self.at_end.get(site, 0.0))
         if source.shape == values.shape:
             wide = values.to(WIDE)
-            finite = wide.isfinite() & source.isfinite()  # a mask may overflow; infinity is told
+            finite = (
+                wide.isfinite() & source.isfinite()
+            )  # a mask may overflow; infinities are reported elsewhere
             length = float(source[finite].norm()) or 1.0
             error = float((wide - source)[finite].norm()) / length / unit_of(values.dtype)
             self.cast_errors[site] = max(error, self.cast_errors.get(site, 0.0))

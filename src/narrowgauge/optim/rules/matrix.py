@@ -33,7 +33,7 @@ NEGATIVE_DECAY = "negative_decay"
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of the states of a matrix rule that have shapes of their own, float32. Every rank has the whole."""
+"""Shapes of float32 states that are not shaped as the matrix. Every rank has the whole."""
 
 
 @dataclass(frozen=True, slots=True)
