@@ -236,6 +236,8 @@ def test_a_model_has_one_reduction_until_it_is_closed() -> None:
     with pytest.raises(RecipeError, match="sums this model's gradients already"):
         ng.reduce_gradients_with(model)
     first.close()
+    with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
+        pass
     second = ng.reduce_gradients_with(model, "reproducible", average=False)
     with second.micro_batch():
         model(torch.ones(1, 2)).sum().backward()

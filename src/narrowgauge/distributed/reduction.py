@@ -232,8 +232,8 @@ class GradientReduction:
                 numbers or does not use all parameters of an FSDP2 group, or FSDP2 is set to keep
                 gradients on a rank.
         """
-        if self._is_open:
-            raise RuntimeError("micro_batch was entered within another")
+        if self._is_open or not self._undo:  # else FSDP2 would sum as it does alone
+            raise RuntimeError("micro_batch was entered within another, or of a closed reduction")
         self._begin(is_last)
         self._is_open = True
         self.is_last = is_last

@@ -73,7 +73,13 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
         of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         of_bytes.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except OSError as error:
+        raise DataError(
+            f"Cannot read a tokenizer from {path}: it is no folder of one, and was not downloaded.",
+            f"Name a folder with tokenizer.json; or run: hf download {path}",
+        ) from error
     if tokenizer.eos_token is None:
         raise DataError(
             f"Cannot use the tokenizer in {path}: it has no token that ends a document.",
