@@ -118,7 +118,7 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
 def test_a_step_that_is_left_out_says_nothing_of_its_optimizer(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True) as recorder:  # of nothing
         train(model, optimizer, recorder, range(2))
         recorder.step(1.0)  # the third, after which it is told what is not measured
     assert "stored share of the step" not in unseen_of(ng.read_run(tmp_path / "run"))

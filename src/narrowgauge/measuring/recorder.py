@@ -138,7 +138,7 @@ class RunRecorder:
         self._record: Record | None = None
         self._started = time.perf_counter()
         self._tokens = 0
-        self._must_go_back = resume
+        self._must_go_back = False
         self._is_open = True
         with ExitStack() as undo:
             optimizers = set_up_of(model, optimizer).optimizers
@@ -170,9 +170,9 @@ class RunRecorder:
         if isinstance(self.optimizer, Optimizer):
             undo.callback(setattr, self.optimizer, "on_alarm", self.optimizer.on_alarm)
             self._hear(self.optimizer)
+        self._must_go_back = earlier is not None
         if earlier is None:
             self.event("start", str(content["config"]["model"]))
-        if not resume:
             self._begin_at(0)
 
     def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:

@@ -309,6 +309,8 @@ def _drawn(steps: Tensor, x: Tensor, seed: int | Tensor) -> Tensor:
     """Round steps to one of their two neighbours by a uniform number of 31 bits in [0, 1) for each
     element, a hash of its seed, index and bits.
     """
+    if isinstance(seed, int):
+        seed &= 0xFFFFFFFF  # torch.seed() gives numbers beyond int64
     word = _low_word(torch.as_tensor(seed, dtype=torch.int64, device=x.device))
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
     if x.dtype is torch.float64:

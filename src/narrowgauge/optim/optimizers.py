@@ -19,6 +19,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer, Params
+from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.matrix import GALORE, MUON
 
@@ -213,6 +214,16 @@ class Muon(Optimizer):
             "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps,
         }  # fmt: skip
         super().__init__(params, MUON, defaults, **options)
+        del self.defaults["betas"]  # or OneCycleLR would cycle them, and leave the momentum
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, as in :class:`Optimizer`.
+
+        A later group takes the ``betas`` of the first.
+        """
+        if not {"betas"} & {*self.defaults, *param_group}:
+            param_group["betas"] = self.param_groups[0]["betas"]
+        super().add_param_group(param_group)
 
 
 class GaLore(Optimizer):
