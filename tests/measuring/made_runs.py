@@ -11,8 +11,8 @@ from narrowgauge.runs.record import Run
 
 COLUMNS = [
     "recipe", "val_loss", "bytes_per_param", "tokens_per_second",
-    "step_memory_bytes", "edq", "diverged", "num_seeds", "difference", "difference_interval",
-    "verdict",
+    "step_memory_bytes", "edq", "diverged", "num_seeds", "step_ratio", "difference",
+    "difference_interval", "verdict",
 ]  # fmt: skip
 SIZES = {
     "bfloat16/master": 16.0,
