@@ -78,7 +78,7 @@ def test_model_code_never_runs(tmp_path: Path) -> None:
     own = {"AutoConfig": "own.Own"}
     folder = write_config(tmp_path / "model", model_type="own", auto_map=own)
     (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')")
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(DataError, match="custom code"):
         build(str(folder), seed=0)
     assert not mark.exists()
 
@@ -88,3 +88,26 @@ def test_the_loss_is_the_sum_of_a_mean() -> None:
     loss = loss_sum(model, TOKENS)
     mean = model(input_ids=TOKENS, labels=TOKENS).loss
     assert loss.item() == pytest.approx(mean.item() * TOKENS[:, 1:].numel(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{damaged",
+        '{"model_type": "unknown"}',
+        '{"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}',
+    ],
+)
+def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(
+    config: str, tmp_path: Path
+) -> None:
+    (tmp_path / "code.py").write_text("raise SystemExit('this code ran')")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(DataError, match="Cannot read") as raised:
+        build(str(tmp_path), seed=0)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_is_nowhere_says_how_to_download_it() -> None:
+    with pytest.raises(DataError, match="hf download nobody/nothing"):
+        build("nobody/nothing", seed=0)

@@ -116,3 +116,12 @@ def test_the_unigram_loss_is_that_of_the_counts(tmp_path: Path) -> None:
     ids[::4] = 1
     expected = -(0.75 * np.log(286 / 382) + 0.25 * np.log(96 / 382))
     assert saved(tmp_path, ids).unigram_loss() == pytest.approx(expected)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{damaged")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for path, words in ((tmp_path, "Cannot read"), (Path("nothing"), "hf download nothing")):
+        with pytest.raises(DataError, match=words) as raised:
+            load_tokenizer(path)
+        assert "\n" not in str(raised.value)

@@ -39,7 +39,7 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
         if type(built) not in auto._model_mapping:
             auto = AutoModelForImageTextToText
         with torch.device("meta"):
-            model = auto.from_config(built)
+            model = auto.from_config(built, trust_remote_code=False)
         return _architecture(model, built.get_text_config(), name)
     except NarrowgaugeError:
         raise

@@ -8,7 +8,6 @@ shapes.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,26 +111,3 @@ def weights_file(folder: Path) -> Path | None:
                 "with only config.json training starts from random weights.",
             )
     return None
-
-
-def refuse_own_code(folder: Path) -> None:
-    """Refuse a model folder, or its ``config.json``, that names Python files to execute
-    (``auto_map``).
-
-    Invariant: no code of a model folder is executed, with or without a prompt. The file's reader
-    reports its other errors.
-
-    Raises:
-        DataError: it names code.
-    """
-    file = folder / "config.json" if folder.is_dir() else folder
-    try:
-        named = json.loads(file.read_bytes()).get("auto_map")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return
-    if named:
-        raise DataError(
-            f"Cannot take {folder}: its config.json names code of its own (auto_map), which is never "
-            "executed.",
-            "If transformers has a class for its model_type, remove auto_map from a copy of it.",
-        )

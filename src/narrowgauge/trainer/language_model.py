@@ -20,6 +20,7 @@ from torch import Tensor
 from narrowgauge.errors import DataError
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.spec.models import MODELS, Model, weights_file
+from narrowgauge.trainer.tokens import SAFELY, explained
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
@@ -37,8 +38,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             their own number, which must be at least this.
 
     Raises:
-        DataError: no such model, or weights that do not fit the text. What else cannot be read is
-            transformers' error.
+        DataError: what transformers cannot read, or weights that do not fit the text.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -46,33 +46,28 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     logging.disable_progress_bar()
     folder = Path(model)
     has_weights = model not in MODELS and not (folder.is_dir() and weights_file(folder) is None)
-    safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if model in MODELS:
-        config: Any = _preset_config(MODELS[model])
-    else:
-        try:
-            config = AutoConfig.from_pretrained(model, **safely)
-        except OSError as error:
-            raise DataError(
-                f"Cannot read a model from '{model}': it is not a preset or a folder with "
-                "config.json, and was not downloaded.",
-                f"narrowgauge show models lists presets; or run: hf download {model}",
-            ) from error
-    for field, value in vars(config).items():
-        if isinstance(value, float) and "drop" in field:
-            setattr(config, field, 0.0)
-    config.use_cache = False
     built: Any
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with explained(model), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
+        config: Any
+        if model in MODELS:
+            config = _preset_config(MODELS[model])
+        else:
+            config = AutoConfig.from_pretrained(model, **SAFELY)
+        for field, value in vars(config).items():
+            if isinstance(value, float) and "drop" in field:
+                setattr(config, field, 0.0)
+        config.use_cache = False
         if has_weights:
             built = AutoModelForCausalLM.from_pretrained(
-                model, config=config, dtype=torch.float32, weights_only=True, **safely
+                model, config=config, dtype=torch.float32, weights_only=True, **SAFELY
             )
         else:
             text_config = config.get_text_config()
             text_config.vocab_size = vocab_size or text_config.vocab_size
-            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            built = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
     rows = len(built.get_input_embeddings().weight)
     if vocab_size is not None and vocab_size > rows:
         raise DataError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -57,6 +58,29 @@ def read_texts(source: Path) -> Iterator[str]:
             ) from error
 
 
+SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Options of transformers: it downloads nothing, and no code of a model runs."""
+
+
+@contextmanager
+def explained(source: str | Path) -> Iterator[None]:
+    """Say in one line why transformers cannot read a model or tokenizer: a folder, or a name of the
+    hub.
+
+    Raises:
+        DataError: whatever was raised within.
+    """
+    try:
+        yield
+    except Exception as error:  # transformers, its packages and its many models raise any kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = "Name a Hugging Face folder, or a preset (narrowgauge show models)."
+        if isinstance(error, OSError) and not Path(source).exists():
+            reason = "it is not a folder or a preset, and was not downloaded"
+            advice = f"For a model of the hub run: hf download {source}"
+        raise DataError(f"Cannot read '{source}': {reason.rstrip('.')}.", advice) from error
+
+
 def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
     """Read the tokenizer in a Hugging Face folder.
 
@@ -73,13 +97,8 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
         of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         of_bytes.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except OSError as error:
-        raise DataError(
-            f"Cannot read a tokenizer from {path}: it is no folder of one, and was not downloaded.",
-            f"Name a folder with tokenizer.json; or run: hf download {path}",
-        ) from error
+    with explained(path):
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, **SAFELY)
     if tokenizer.eos_token is None:
         raise DataError(
             f"Cannot use the tokenizer in {path}: it has no token that ends a document.",
