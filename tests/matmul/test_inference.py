@@ -141,7 +141,9 @@ def replaced(layer: nn.Linear) -> nn.Module:
 def test_a_layer_that_is_more_than_its_weight_is_refused_before_any_change(
     change: Callable[[nn.Linear], nn.Module], line: str
 ) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), change(nn.Linear(32, 32)))
+    encoder = nn.TransformerEncoderLayer(32, 4, 64)
+    model = nn.Sequential(nn.Linear(32, 32), change(nn.Linear(32, 32)), encoder)
     with pytest.raises(RecipeError, match=line):
         quantize_for_inference(model, "int8-row")
     assert type(model[0]) is nn.Linear
+    assert encoder.activation_relu_or_gelu == 1  # PyTorch's own kernel still takes it

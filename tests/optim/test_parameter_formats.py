@@ -145,6 +145,12 @@ def test_cast_weights_are_narrow_in_a_process_group() -> None:
     assert {group["storage"] for group in optimizer.param_groups} == {"word"}
 
 
+def test_the_warning_names_the_storage_of_what_was_rounded() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "storage": "word"}]
+    with pytest.warns(UserWarning, match="Rounded 16 float32 weights .* of 'word'"):
+        ng.AdamW(groups, storage="float32")
+
+
 def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)

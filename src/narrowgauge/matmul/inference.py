@@ -19,7 +19,12 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.experts import Projection, take_over
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import Call, output, register
-from narrowgauge.matmul.linear import is_linear, is_transposed, matrix_of
+from narrowgauge.matmul.linear import (
+    is_linear,
+    is_transposed,
+    keep_from_fused_kernels,
+    matrix_of,
+)
 from narrowgauge.matmul.operand import PAIRS, Operand, cast_matrix, values_of
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import chosen_layers
@@ -244,6 +249,7 @@ def quantize_for_inference(
     layers = chosen_layers(model, compute, keep, roles_of(model, warns=True))
     for name, (module, _) in layers.items():
         _require_storable(name, module)
+    keep_from_fused_kernels(model)
     device = next(model.parameters()).device
     shared: dict[Tensor, Operand] = {}
     for name, (module, _) in layers.items():

@@ -150,6 +150,7 @@ def swap_linears(
             make_narrow(plain_name(name), module, chosen, seed)
         else:
             experts.swap_projection(module, name, chosen, seed)
+    keep_from_fused_kernels(model)
     linears = NarrowLayers(model)
     layers = linears.layers.values()
     for layer in layers:
@@ -214,5 +215,4 @@ def chosen_layers(
             f"{type(model).__name__} has no linear layer to compute narrowly.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
-    keep_from_fused_kernels(model)
     return chosen

@@ -260,9 +260,9 @@ class Meter(Listener):
                 self._numbers.set(what, names, values)
         if optimizer is self.hub.optimizers[-1]:
             rate = optimizer.param_groups[0].get("lr")
-            self._row["lr"] = (
-                None if rate is None else float(rate)
-            )  # a schedule may step before the row
+            if rate is not None:
+                rate = float(rate)
+            self._row["lr"] = rate  # a schedule may step before the row is written
             self._seen = self._gradient_of_probe()
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)

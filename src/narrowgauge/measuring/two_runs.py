@@ -238,11 +238,10 @@ def _ranks(here: Any, there: Any) -> Iterator[str]:
     for one, other in ((here, there), (there, here)):
         for hashes in one[4:]:
             others = [*other[4:], [other[1]] * len(hashes)][0]
-            ranks = [
-                str(k)
-                for k, pair in enumerate(zip(hashes, others, strict=False))
-                if pair[0] != pair[1]
-            ]
+            ranks = []
+            for rank, (first, second) in enumerate(zip(hashes, others, strict=False)):
+                if first != second:
+                    ranks.append(str(rank))
             if len(others) == len(hashes) > len(ranks):
                 yield f"Of {len(hashes)} ranks these differ there: {', '.join(ranks)}."
                 return

@@ -203,7 +203,8 @@ class Optimizer(torch.optim.Optimizer):
         names = self.parameter_names()
         self.rounded += [names[parameter] for parameter in values]
         total = sum(value.numel() for value in values.values())
-        warnings.warn(ROUNDED.format(total, self.defaults["storage"]), stacklevel=4)
+        storages = sorted({f"'{self.storage_of(parameter).name}'" for parameter in values})
+        warnings.warn(ROUNDED.format(total, ", ".join(storages)), stacklevel=4)
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 

@@ -103,7 +103,7 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
 
 
 ROUNDED = (
-    "Rounded {:,} float32 weights in place to the format of '{}'. To keep some in float32, put them "
+    "Rounded {:,} float32 weights in place to the format of {}. To keep some in float32, put them "
     "into a param group with storage='float32'. Train under autocast. For averages take "
     "ng.AveragedModel; round reference models too, by ng.cast_parameters."
 )

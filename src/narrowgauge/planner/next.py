@@ -161,7 +161,9 @@ class MeasuredRun:
         peak = run.peak_of(job)
         peaks = _around(peak, "memory")
         room = (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
-        fits = ("yes" if peaks[1] <= room else "barely") if peak <= room else "no"
+        fits = "no"
+        if peak <= room:
+            fits = "yes" if peaks[1] <= room else "barely"
         return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
 
     def peak_of(self, job: Estimate) -> float:

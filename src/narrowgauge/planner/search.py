@@ -97,7 +97,9 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
         data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
         shard = max(1, fixed.get("shard", ranks // data))
         data = fixed.get("data", ranks // shard)
-        zero = 0 if shard * context == 1 else 1 if pipeline > 1 else 3
+        zero = 1 if pipeline > 1 else 3
+        if shard * context == 1:
+            zero = 0
         experts = math.gcd(a.num_experts, ranks * context) if a.num_experts else 1
         for expert, depth in _product(
             fixed,

@@ -139,13 +139,16 @@ def _ends(interval: Ends, scale: float, style: str) -> str:
 def _option(job: Estimate) -> Row:
     """Return the row of a job. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
     loss = job.measured_loss
+    fits = "no"
+    if job.fits:
+        fits = "yes" if job.has_room else "barely"
     return {
         "recipe": job.recipe.name,
         "B/param": f"{job.storage.bytes_per_param:g}",
         "a chip": bytes_text(job.peak_bytes),
         "80 %": _ends(job.memory_interval, 1e9, ".3g"),
         "tensors": bytes_text(job.allocated_bytes),
-        "fits": ("yes" if job.has_room else "barely") if job.fits else "no",
+        "fits": fits,
         "tokens/s": f"{job.tokens_per_second:,.0f}",
         "80 % of rates": _ends(job.rate_interval, 1, ",.0f"),
         "MFU": f"{job.mfu:.0%}",

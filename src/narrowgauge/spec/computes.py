@@ -113,11 +113,8 @@ class Cast:
             is_possible = is_possible and others == ("float32", "nearest", "up", "current", 0)
         else:
             has_blocks = self.block is not None
-            is_static = (self.scaling, self.granularity, self.scale) == (
-                "static",
-                "tensor",
-                "float32",
-            )
+            words = self.scaling, self.granularity, self.scale
+            is_static = words == ("static", "tensor", "float32")
             is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
             is_possible = (
                 element.kind != "scale"

@@ -32,13 +32,12 @@ class Table:
         for title, key in self.shown.items():
             columns[title] = []
             for row in self.rows:
-                value = (
-                    key(row)
-                    if callable(key)
-                    else row[key]
-                    if isinstance(row, dict)
-                    else getattr(row, key)
-                )
+                if callable(key):
+                    value = key(row)
+                elif isinstance(row, dict):
+                    value = row[key]
+                else:
+                    value = getattr(row, key)
                 columns[title].append(cell_text(value))
         return columns
 

@@ -48,9 +48,9 @@ def require(run: Path) -> tuple[Path, list[str]]:
             if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
                 return folder, damaged
         damaged.append(folder.name)
-    reason = (
-        f"its checkpoints are damaged: {', '.join(damaged)}" if damaged else "it has no checkpoint"
-    )
+    reason = "it has no checkpoint"
+    if damaged:
+        reason = f"its checkpoints are damaged: {', '.join(damaged)}"
     raise RecordError(
         f"Cannot load {run}: {reason}.",
         "Restore one, or name another run.",

@@ -263,9 +263,8 @@ class Wide:
             self.at_end[site] = max(share, self.at_end.get(site, 0.0))
         if source.shape == values.shape:
             wide = values.to(WIDE)
-            finite = (
-                wide.isfinite() & source.isfinite()
-            )  # a mask may overflow; infinities are reported elsewhere
+            # A mask may overflow, and infinities are reported elsewhere.
+            finite = wide.isfinite() & source.isfinite()
             length = float(source[finite].norm()) or 1.0
             error = float((wide - source)[finite].norm()) / length / unit_of(values.dtype)
             self.cast_errors[site] = max(error, self.cast_errors.get(site, 0.0))
