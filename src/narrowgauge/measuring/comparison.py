@@ -76,7 +76,7 @@ class Comparison:
             if any(row[name] is not None for row in self.rows):
                 columns[SUMMARY[name].label] = SUMMARY[name].cell
         if any(row["step_ratio"] is not None for row in self.rows):
-            columns[f"step, × {self.baseline}"] = _shown_ratio
+            columns["step, ×"] = _shown_ratio  # of the baseline, which the next title names
         columns[f"minus {self.baseline}"] = shown_difference
         columns |= {"seeds": "num_seeds", "verdict": "verdict"}
         return Table(list(self.rows), columns)
