@@ -95,12 +95,13 @@ def test_the_loss_is_the_sum_of_a_mean() -> None:
     [
         "{damaged",
         '{"model_type": "unknown"}',
-        '{"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}',
+        '{"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "code.Model"}}',
     ],
 )
 def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(
-    config: str, tmp_path: Path
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever is asked agrees
     (tmp_path / "code.py").write_text("raise SystemExit('this code ran')")
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(DataError, match="Cannot read") as raised:
