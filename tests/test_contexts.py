@@ -27,10 +27,12 @@ import torch
 from torch import nn
 
 import narrowgauge
+from narrowgauge.errors import DataError
 from optional_packages import absent_packages
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disk_errors": (Path("a"),),
+    "explained": ("nowhere",),
     "random_numbers": (0, 1, 2),
     "threads_of": (True,),
     "reason_for_none": ("area", {}),
@@ -126,10 +128,14 @@ def entered(make: Callable[..., Any], arguments: tuple[Any, ...], way: str) -> N
         with again():
             pass
         return
-    with contextlib.suppress(KeyError), make(*arguments):
-        torch.rand(1)
-        if way == "raises":
-            raise KeyError(way)
+    raised = KeyError(way)
+    try:
+        with make(*arguments):
+            torch.rand(1)
+            if way == "raises":
+                raise raised
+    except (KeyError, DataError) as error:
+        assert raised in (error, error.__cause__)  # as it was, or explained in one line
 
 
 @pytest.mark.parametrize("way", ["ends", "raises", "twice"])
