@@ -166,8 +166,9 @@ def cell(spec: Row) -> str:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
-            ``seeds``, the loss ``less`` the baseline's, how far it is ``ahead`` in 0.001 nats, or
-            which share of the baseline's fall is ``kept``; in a ``form``. Or a ``key``.
+            ``seeds``, the loss ``less`` the baseline's or its ``change`` from the first one, how
+            far it is ``ahead`` in 0.001 nats, or which share of the baseline's fall is ``kept``; in
+            a ``form``. Or a ``key``.
     """
     how = spec["show"]
     if how == "evidence":
@@ -189,6 +190,8 @@ def cell(spec: Row) -> str:
         text = mean(runs, spec["field"], spec["form"])
     elif how == "less":
         text = less(both)
+    elif how == "change":
+        text = interval([run["loss"] - run["losses"]["0"] for run in runs])
     elif how == "ahead":
         text = f"{-1e3 * statistics.fmean(apart(both)):+.2f}"
     else:
