@@ -106,7 +106,7 @@ SETTINGS = {
     ),
     "fine-tune": Setting(SMOLLM2, 100, 2e-5, batch_size=2, length=256, held_out=32),
     "lasting": _LASTING,
-    "lasting SmolLM2": replace(_LASTING, model=SMOLLM2),
+    "lasting SmolLM2": replace(_LASTING, model=SMOLLM2, lr=2e-5),
 }
 
 
