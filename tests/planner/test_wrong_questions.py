@@ -6,14 +6,10 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import read_program
-
-TOKENS = torch.zeros(8, 32, dtype=torch.int64)
-
 
 def refused(**question: Any) -> str:
     """Return the line that refuses a question."""
@@ -31,7 +27,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "sequence_length": (0, 512.5, math.nan),
     "tokens_per_step": (0, math.nan, math.inf, 100),
     "base": ("nf5", "float8", "nf4"),
-    "batch": (TOKENS,),
     "program": ("torchtitn", "los=whole", "loss=none"),
     "experts": ("nf5", "nf4"),
     "foo": (3,),

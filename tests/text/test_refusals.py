@@ -115,6 +115,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "no sequence": (lambda: plan("llama-8b", chip="H100-SXM", sequence_length=0), NarrowgaugeError, "sequence_length = 0"),
     "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "its own chips"),
+    "a module": (lambda: plan(layers(), chip="H100-SXM"), DataError, "plan Sequential: .*config"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
 }  # fmt: skip

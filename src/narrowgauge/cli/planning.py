@@ -123,7 +123,7 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     measured = read_measured(run)
     told = measured.next(**read_question(changes))
     if as_json:
-        return tables.write_json(told.row())
+        return tables.write_json({**told.row(), "assumed": measured.assumed})
     return click.echo(f"{measured}\n{told}")
 
 

@@ -104,14 +104,17 @@ def _preset(name: str) -> dict[str, Any]:
     return row
 
 
-def read_model(text: str) -> Architecture:
+def read_model(model: Any) -> Architecture:
     """Return the architecture of a preset (``narrowgauge show models``), a Hugging Face model
-    folder or a ``config.json``.
+    folder, a ``config.json``, or a model that transformers built.
 
     Example:
         >>> read_model("mixtral-8x7b").num_parameters
         46702792704
     """
+    if not isinstance(model, str | Path):
+        return of_config(model, type(model).__name__)
+    text = str(model)
     key = text.strip().lower()
     key = _PRESETS["aliases"].get(key, key)
     row = _preset(key)

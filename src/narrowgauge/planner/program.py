@@ -136,6 +136,6 @@ def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    name, fields = read_fields(text, "program", PROGRAMS)
+    name, fields = read_fields(str(text), "program", PROGRAMS)
     refuse_unknown(fields, _CHOICES, "a program", RecipeError)
     return replace(PROGRAMS.get(name, DEFAULT), **fields)
