@@ -16,7 +16,9 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import layer_bytes
+from narrowgauge.planner.next import read_measured
 from narrowgauge.planner.plan import plan
+from narrowgauge.runs import Record
 from planner.jobs import LLAMA, estimate
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
@@ -295,6 +297,22 @@ def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(main, ["plan", "next", run])
         assert result.exit_code == 2 and re.search(says, result.output)
+
+
+def test_a_run_folder_of_our_trainer_needs_no_file(tmp_path: Path) -> None:
+    config = {
+        "model": "llama-8b", "recipe": "bfloat16/word", "sequence_length": 2048, "batch_size": 64,
+        "gradient_accumulation_steps": 16,
+    }  # fmt: skip
+    machine = {"ranks": 8, "device": "NVIDIA A100-SXM4-40GB"}
+    with Record.create(tmp_path / "run", {"config": config, "machine": machine}) as record:
+        for step, rate in enumerate((10_000, 20_000, 21_000), 1):
+            row = {"tokens_per_second": rate, "peak_memory_bytes": 3 * 10**10}
+            record.append("steps", {"step": step, "loss": 1.0, **row})
+    run = read_measured(str(tmp_path / "run"))
+    assert (run.tokens_per_second, run.peak_gb, run.assumed) == (20_000, 30, {})
+    assert run.job.cluster.name == "8 × A100-SXM4-40GB"
+    assert str(run.job.layout).startswith("shard 8, micro-batch 4 × 2")
 
 
 def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:

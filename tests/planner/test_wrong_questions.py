@@ -11,6 +11,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import read_program
 
+
 def refused(**question: Any) -> str:
     """Return the line that refuses a question."""
     with pytest.raises(NarrowgaugeError) as error:

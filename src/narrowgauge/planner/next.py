@@ -66,6 +66,11 @@ def _around(value: float, difference: str) -> Ends:
     return value / wider, value * wider
 
 
+def _room(job: Estimate) -> float:
+    """Return the memory of a chip that the framework's allocator can reserve, in 10^9 bytes."""
+    return (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
+
+
 def _described(job: Estimate) -> str:
     words = job.architecture.name, job.cluster.name, f"{job.sequence_length:,} tokens"
     return ", ".join((*words, job.recipe.name, job.program.text))
@@ -160,38 +165,36 @@ class MeasuredRun:
         rate = job.tokens_per_second * math.pow(self.ratio, _TRUSTS.get(difference, TRUST))
         peak = self.peak_of(job)
         peaks = _around(peak, "memory")
-        room = (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
         fits = "no"
-        if peak <= room:
-            fits = "yes" if peaks[1] <= room else "barely"
+        if peak <= _room(job):
+            fits = "yes" if peaks[1] <= _room(job) else "barely"
         return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
 
     def peak_of(self, job: Estimate) -> float:
         """Return the peak of a job in 10^9 bytes, as this run's was counted."""
-        peak = job.allocated_bytes / 1e9
-        if self.peak_gb:
-            peak += HALF * (self.peak_gb - self.counted_gb)
-        if job == self.job and self.peak_gb:
-            peak = self.peak_gb
-        return peak
+        counted = job.allocated_bytes / 1e9
+        if not self.peak_gb:
+            return counted
+        share = 1.0 if job == self.job else HALF
+        return counted + share * (self.peak_gb - self.counted_gb)
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
         """Return a plan in this run's layout, if that is known and fits; else in the fastest."""
         asked = {"layout": {}, **self.asked, **changes}
+        layout = self.job.layout
         if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
             names = "cluster", "chip", "chips"
             machine = next(machines_of(*(asked.get(name, ()) for name in names)))
             length: int = asked.get("sequence_length") or self.job.sequence_length
-            least = max(self.job.tokens_per_step, length * self.job.layout.num_replicas)
+            least = max(self.job.tokens_per_step, length * layout.num_replicas)
             asked["tokens_per_step"] = max(length, least * machine.chips / self.job.cluster.chips)
         if self.asked.get("layout") and "layout" not in changes:
-            shapes: tuple[tuple[str, ...], ...] = (*_SHAPE, "micro_batch", "recompute"), _SHAPE
-            for fields in shapes:
-                asked["layout"] = {name: getattr(self.job.layout, name) for name in fields}
+            shape = {name: getattr(layout, name) for name in _SHAPE}
+            batch = {"micro_batch": layout.micro_batch, "recompute": layout.recompute}
+            for fields in ({**shape, **batch}, shape):
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
-                    job = plan(**asked, advise=False).best
-                    outside = outside_bytes(job.cluster.chips)
-                    if 1e9 * self.peak_of(job) + outside <= job.chip.memory_bytes:
+                    job = plan(**{**asked, "layout": fields}, advise=False).best
+                    if self.peak_of(job) <= _room(job):
                         return job
             asked["layout"] = {}
         return plan(**asked, advise=False).best
@@ -251,17 +254,16 @@ def _of_log(path: Path) -> dict[str, Any]:
         return asked
     config = run.config
     machine = run.run.get("machine", {})
-    ranks = machine.get("ranks", 1)
-    batches = config.get("gradient_accumulation_steps", 1)
-    size = config.get("batch_size", 1) // batches
+    asked["chips"] = machine.get("ranks", 1)
     for name, chip in CHIPS.items():
         if chip.device and chip.device == machine.get("device"):
             asked["chip"] = name
-    return asked | {
-        "model": config.get("model"),
-        "sequence_length": config.get("sequence_length"),
-        "recipes": config.get("recipe", ()),
-        "chips": ranks,
-        "layout": f"fsdp2,micro_batch={size},micro_batches={max(1, batches // ranks)},recompute=none",
-        "program": "narrowgauge",
-    }
+    if "gradient_accumulation_steps" in config:  # of narrowgauge train
+        batches = config["gradient_accumulation_steps"]
+        batch = config["batch_size"] // batches, max(1, batches // asked["chips"])
+        asked["layout"] = "fsdp2,micro_batch={},micro_batches={},recompute=none".format(*batch)
+        asked["program"] = "narrowgauge"
+        asked["recipes"] = config["recipe"]
+        for name in ("model", "sequence_length"):
+            asked[name] = config[name]
+    return asked
