@@ -162,9 +162,3 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
         more = SHORT if words[0] in ("train", "compare") else []
         result = call(*words, *more)
         assert result.exit_code == 0, (words, result.output)
-
-
-def test_a_relative_path_of_nothing_is_no_model() -> None:
-    for name in ("./nowhere", "nowhere/there", "a--b/c", "..", ""):
-        result = call("plan", "run", "--model", name, "--chip", "H100-SXM")
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception

@@ -22,12 +22,14 @@ def refused(**question: Any) -> str:
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
+    "model": ("./nowhere", "nowhere/there", "a--b/c", "..", "", 5),
     "tokens": (math.nan, 0.5, math.inf, "1e9"),
     "lora": (-1, 1.5, math.nan, "16", 99_999_999),
     "chips": (1.5, 0, -8, math.nan, True),
     "sequence_length": (0, 512.5, math.nan),
     "tokens_per_step": (0, math.nan, math.inf, 100),
     "base": ("nf5", "float8", "nf4"),
+    "layout": ("tensr=2", 5),
     "program": ("torchtitn", "los=whole", "loss=none"),
     "experts": ("nf5", "nf4"),
     "foo": (3,),

@@ -139,14 +139,6 @@ def test_a_damaged_or_newer_run_is_refused(version: object, folder: Path) -> Non
             read(folder)
 
 
-def test_a_second_writer_is_refused_while_the_first_lives(folder: Path) -> None:
-    with Record.open(folder):
-        with pytest.raises(RecordError, match="another process, or a recorder of this one"):
-            Record.open(folder)
-        assert len(read_run(folder).steps) == 4
-    Record.open(folder).close()
-
-
 def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,11 +104,10 @@ def get_chip(name: str) -> Chip:
         ChipError: no chip has that name, or several match the prefix.
     """
     plain = _plain(name)
-    matches = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
-    whole = [chip for chip in matches if chip.lower().startswith(f"{name.strip().lower()}-")]
-    if plain in map(_plain, matches):
-        whole = [chip for chip in matches if _plain(chip) == plain]
-    matches = whole or matches
+    same = [chip for chip in CHIPS if _plain(chip) == plain]
+    dashed = [chip for chip in CHIPS if chip.lower().startswith(f"{name.strip().lower()}-")]
+    begun = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
+    matches = same or dashed or begun
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:

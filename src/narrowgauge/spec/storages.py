@@ -164,17 +164,14 @@ def width_of(group: Word) -> int:
 def packed(fields: Word) -> Words:
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone. The others
     share one word, if they fill it. Otherwise the first (the tail) is alone, since other kernels
-    read it, and the rest share one, if it holds them.
+    read it, and the rest share one.
     """
     words = [(field,) for field in fields if field[1] in (16, 32, 64)]
-    narrow = [field for field in fields if field[1] not in (16, 32, 64)]
-    total = sum(bits for _, bits in narrow)
-    parts = [narrow[:1], narrow[1:]]
-    if total in (8, 16, 32):
-        parts = [narrow]
-    elif total - sum(bits for _, bits in narrow[:1]) > 32:
-        parts = [[field] for field in narrow]
-    return (*words, *(tuple(part) for part in parts if part))
+    narrow = tuple(field for field in fields if field[1] not in (16, 32, 64))
+    parts = [narrow]
+    if sum(bits for _, bits in narrow) not in (8, 16, 32):
+        parts = [narrow[:1], narrow[1:]]
+    return (*words, *filter(None, parts))
 
 
 # ── storages ──────────────────────────────────────────────────────────────────────────────────────
