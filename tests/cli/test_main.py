@@ -26,13 +26,8 @@ class Calls(list[tuple[Any, ...]]):
 
     answer: Any = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.options: list[dict[str, Any]] = []
-
-    def __call__(self, *words: Any, **options: Any) -> Any:
+    def __call__(self, *words: Any, **_: Any) -> Any:
         self.append(words)
-        self.options.append(options)
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer

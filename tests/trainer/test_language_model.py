@@ -98,8 +98,3 @@ def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(
     with pytest.raises(DataError, match="Cannot read") as raised:
         build(str(tmp_path), seed=0)
     assert "\n" not in str(raised.value)
-
-
-def test_a_model_that_is_nowhere_says_how_to_download_it() -> None:
-    with pytest.raises(DataError, match="hf download nobody/nothing"):
-        build("nobody/nothing", seed=0)
