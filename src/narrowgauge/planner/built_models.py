@@ -38,7 +38,8 @@ def of_config(config: Any, name: str) -> Architecture:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(
             f"Cannot plan {name}: {reason}.",
-            "Plan a model of transformers, or count its state: narrowgauge show storages --params.",
+            "Plan a model of transformers, name its sizes to narrowgauge.planner.model.decoder, or "
+            "count its state: narrowgauge show storages --params.",
         ) from error
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from narrowgauge.planner.ask import Ask
-from narrowgauge.planner.memory import Groups, host_bytes, memory_of, outside_bytes
+from narrowgauge.planner.memory import host_bytes, memory_of, outside_bytes
 from narrowgauge.planner.step_time import step_of
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data

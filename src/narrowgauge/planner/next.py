@@ -208,7 +208,7 @@ class MeasuredRun:
             text += f"; {self.peak_gb:.1f} GB measured, {self.counted_gb:.1f} counted"
         if self.assumed:
             words = (f"{name}={value}" for name, value in self.assumed.items())
-            text += f"\n      assumed, as you did not name it: {', '.join(words)}"
+            text += f"\n      assumed: {', '.join(words)}"
         return text
 
 
