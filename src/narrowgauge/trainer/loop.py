@@ -62,11 +62,12 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
         run = session.build(settings, tokens)
         if entry.checkpoint is not None:
             load_into(run, entry.checkpoint)
-        progress = Progress(settings.steps, is_verbose and ranks.is_first)
+        progress = Progress(run.settings, is_verbose and ranks.is_first)
         try:
             with _recorder_of(run, entry, progress) as recorder:
                 _run(run, recorder, progress)
         finally:
+            progress.bar.stop()
             if run.optimizer.reduction is not None:
                 run.optimizer.reduction.close()  # its hooks would keep the process group
     return settings.folder
