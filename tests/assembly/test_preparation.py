@@ -4,6 +4,7 @@ where it cannot be.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.assembly.preparation import compute_scope, matrices_decay
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.transforms.scalify import scalify
 
 TOKENS = torch.arange(16).reshape(2, 8)
 
@@ -151,3 +153,54 @@ def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
 def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
     """What others load has no name that they do not know."""
     assert list(ng.prepare(net(), recipe)[0].state_dict()) == list(net().state_dict())
+
+
+VERBS: dict[str, Any] = {
+    "swap_linears": lambda model: ng.swap_linears(model, "float8-row"),
+    "quantize_for_inference": ng.quantize_for_inference,
+    "scalify": scalify,
+    "reduce_gradients_with": ng.reduce_gradients_with,
+    "cast_parameters": lambda model: ng.cast_parameters(model, torch.bfloat16),
+    "prepare": lambda model: ng.prepare(model, "float8-row/word"),
+    "prepare exact sums": lambda model: ng.prepare(model, "bfloat16/word/reproducible"),
+    "prepare scalify": lambda model: ng.prepare(model, "scalify/word"),
+}
+"""The verbs that change a model in place."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [
+        ("swap_linears", "swap_linears", False),
+        ("quantize_for_inference", "quantize_for_inference", True),
+        ("scalify", "scalify", True),
+        ("reduce_gradients_with", "reduce_gradients_with", True),
+        ("cast_parameters", "cast_parameters", False),
+        ("prepare", "prepare", False),
+        ("prepare exact sums", "prepare exact sums", True),
+        ("prepare scalify", "prepare scalify", True),
+        ("scalify", "prepare scalify", True),
+        ("quantize_for_inference", "scalify", True),
+        ("reduce_gradients_with", "prepare exact sums", True),
+    ],
+)
+def test_a_second_verb_changes_nothing_or_is_refused_in_one_line(
+    first: str, second: str, is_refused: bool
+) -> None:
+    model = net()
+    VERBS[first](model)
+    x = torch.ones(2, 6, dtype=next(model.parameters()).dtype)
+    before = copy.deepcopy(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    model.eval()  # an exact sum refuses passes in training outside its block
+    y = model(x)
+    if is_refused:
+        with pytest.raises(NarrowgaugeError, match=r"^Cannot [^\n]+ because [^\n]+$"):
+            VERBS[second](model)
+    else:
+        VERBS[second](model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert torch.equal(model(x), y)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar
 
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.reduction import reduce_gradients_with, require_no_statistics
+from narrowgauge.distributed.reduction import reduce_gradients_with, require_summable
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.matmul.swapping import swap_linears
@@ -34,6 +34,7 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import multiplies
 from narrowgauge.torch_support.torch_names import plain_name
+from narrowgauge.transforms.scalify import rules_of, scalify
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
@@ -129,9 +130,7 @@ def prepare(
         wire = policy.reduction.wire
         sharding.shard(model, mesh, offload=offload, wire=wire, average=average)
     if policy.compute.transform == "scalify":
-        from narrowgauge.transforms import scalify
-
-        scalify.scalify(model)
+        scalify(model)
 
     _hand_over(stepper, model, copies, values)
     if policy.reduction.order_invariant:
@@ -178,7 +177,9 @@ def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) 
                 "Call model.float() first.",
             )
     if recipe.reduction.order_invariant:
-        require_no_statistics(model)
+        require_summable(model)
+    if recipe.compute.transform == "scalify":
+        rules_of(model)
     if mesh is not None:
         sharding.require_mesh(mesh, shard)
     lacks_mesh = mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1

@@ -73,17 +73,19 @@ def reduce_gradients_with(
             "Call fully_shard, or wrap the model in DistributedDataParallel; for float32 sums, with "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32).",
         )
+    require_summable(model)
+    return GradientReduction(model, average, mesh)
+
+
+def require_summable(model: nn.Module) -> None:
+    """Refuse a second reduction, and running statistics, which depend on which micro-batches a rank
+    has seen.
+    """
     if reduction_of(model) is not None:
         raise RecipeError(
             "Cannot sum gradients because a reduction sums this model's gradients already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    require_no_statistics(model)
-    return GradientReduction(model, average, mesh)
-
-
-def require_no_statistics(model: nn.Module) -> None:
-    """Refuse running statistics, which depend on which micro-batches a rank has seen."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
             raise RecipeError(

@@ -113,7 +113,7 @@ class _Stored(nn.Module):
         data, *scales = [self._buffers.get(name) for name in NAMES]
         return Operand(cast(Tensor, data), *scales)
 
-    def product(self, x: Tensor, weight: Operand, outputs: int, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Operand, outputs: int, bias: Tensor | None) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -190,7 +190,7 @@ class QuantizedLinear(_Stored, nn.Linear):
         return values_of(self.stored())[: self.out_features, : self.in_features]
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.stored(), self.out_features, self.bias)
+        return self.multiply(input, self.stored(), self.out_features, self.bias)
 
 
 class QuantizedExperts(_Stored, Projection):
@@ -206,7 +206,7 @@ class QuantizedExperts(_Stored, Projection):
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         codes, scales, _ = self.stored()
         assert scales is not None
-        return self.product(x, Operand(codes[expert], scales[expert]), len(codes[expert]), bias)
+        return self.multiply(x, Operand(codes[expert], scales[expert]), len(codes[expert]), bias)
 
 
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────

@@ -417,7 +417,8 @@ def scalify(model: nn.Module) -> None:
         model: changed in place. Each module with parameters, and each activation, gets its own
             class. Swap narrow layers before.
     Raises:
-        RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
+        RecipeError: a module's class has no rule, or has one already; or, when the model runs, an
+            operation has none.
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 2))
@@ -427,16 +428,10 @@ def scalify(model: nn.Module) -> None:
         >>> torch.equal(model(x), plain)
         True
     """
+    rules = rules_of(model)
     head = None
     if hasattr(model, "get_output_embeddings"):
         head = cast(Any, model).get_output_embeddings()
-    rules: dict[nn.Module, Any] = {}
-    for name, module in model.named_modules():
-        rule = _rule_for(module)
-        if rule is not None:
-            rules[module] = rule
-        elif next(module.parameters(recurse=False), None) is not None:
-            raise unknown(f"the module '{name}' of class {type(module).__name__}")
     if type(head) is nn.Linear:  # its inputs and outputs are plain: a rule would only measure it
         del rules[head]
     for module, rule in rules.items():
@@ -447,6 +442,23 @@ def scalify(model: nn.Module) -> None:
     # The body of a Hugging Face model can also be called directly.
     for module in {model, cast(nn.Module, getattr(model, "base_model", model))}:
         module.register_forward_hook(_leave_values)
+
+
+def rules_of(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return the rules of a model's modules. Refuse a module that needs one and has none."""
+    rules: dict[nn.Module, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _Ruled):
+            raise RecipeError(
+                f"Cannot scalify this {type(model).__name__} because '{name}' is scalified already.",
+                "Scalify the whole model once.",
+            )
+        rule = _rule_for(module)
+        if rule is not None:
+            rules[module] = rule
+        elif isinstance(module, nn.Linear) or list(module.parameters(False)):
+            raise unknown(f"the module '{name}' of class {type(module).__name__}")
+    return rules
 
 
 def _rule_for(module: nn.Module) -> type[_Ruled] | None:
