@@ -24,12 +24,33 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.extension import extended_class
 
 
-class NarrowLayer(nn.Module):
-    """Base of linear layers and experts: a compute, and keys of random bits.
+class Computed(nn.Module):
+    """Base of layers that multiply as a compute says.
 
     Attributes:
         compute: the active compute.
         registered_name: its name for operators and graphs.
+    """
+
+    compute: Compute
+    registered_name: str
+
+    def compute_as(self, compute: Compute) -> None:
+        self.compute = compute
+        self.registered_name = layer_matmuls.register(compute)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.compute_as(self.compute)  # another process does not know it yet
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, compute={self.compute.name!r}"
+
+
+class NarrowLayer(Computed):
+    """Base of linear layers and experts in training: a compute, and keys of random bits.
+
+    Attributes:
         plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
         names: the layer's name, or one for each expert.
         seed: of stochastic casts.
@@ -38,8 +59,6 @@ class NarrowLayer(nn.Module):
     """
 
     names: tuple[str, ...]
-    compute: Compute
-    registered_name: str
     is_stochastic: bool
     plain_dtype: torch.dtype | None
     seed: int
@@ -53,8 +72,7 @@ class NarrowLayer(nn.Module):
         self.names = tuple(names)
         self.seed = seed
         self.register_buffer("key", self._keys_on(device), persistent=False)
-        self.compute = compute
-        self.registered_name = layer_matmuls.register(compute)
+        self.compute_as(compute)
         self.plain_dtype = None
         formats = {cast.format for cast in compute.casts.values()}
         if compute.is_wide and len(formats) == 1:
@@ -104,14 +122,6 @@ class NarrowLayer(nn.Module):
         if not had_memory:  # to_empty() does not set values
             self.key = self._keys_on(self.key.device)
         return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # Another process does not know the compute yet.
-        self.registered_name = layer_matmuls.register(self.compute)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
 class Linear(NarrowLayer, nn.Linear):
