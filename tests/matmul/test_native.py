@@ -23,7 +23,7 @@ from torch._functorch.aot_autograd import make_boxed_compiler
 from matmul.scenarios import CPU, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply, operand_dtype
-from narrowgauge.matmul.operand import Operand, block_values
+from narrowgauge.matmul.operand import Operand, without_outer
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from oracles import cuda_matmuls as device_rules
@@ -72,7 +72,7 @@ def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values_of(operand: Operand) -> Tensor:
-    values = (operand.data if operand.inner is None else block_values(operand)).double()
+    values = without_outer(operand).double()
     return values if operand.outer is None else values * operand.outer.double()
 
 

@@ -96,14 +96,15 @@ def cast_matrix(
         x = x.float() * fold
         fold = None
     if cast.rotation != "none":
-        x = fused(size, _bound(_rotate, dim), x)
+        x = fused(size, _bound(rotate, dim=dim), x)
     if cast.is_wide:
         operand = Operand(x.to(dtype))
     elif is_whole:
-        operand = Operand(*fused(size, _bound(_cast_whole, cast, dim, dtype), x, key, fold))
+        function = _bound(_cast_whole, cast=cast, dim=dim, dtype=dtype)
+        operand = Operand(*fused(size, function, x, key, fold))
     else:
-        blocks = blocked(x, sides_of(cast, dim))
-        data, scales, _, _, outer = fused(size, _bound(_cast_blocks, cast, dim, dtype), blocks, key)
+        function = _bound(_cast_blocks, cast=cast, dim=dim, dtype=dtype)
+        data, scales, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
         if dtype in CODES:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
         else:
@@ -113,45 +114,38 @@ def cast_matrix(
     return operand
 
 
-def block_values(operand: Operand) -> Tensor:
-    """Return ``data * inner``, for codes of a cast in blocks: in bfloat16 if it is exact there,
-    else in float32.
+def without_outer(operand: Operand) -> Tensor:
+    """Return ``data * inner``, in a dtype that all processors multiply: int8 and wide data as they
+    are, other codes in bfloat16 if it is exact there, else in float32.
     """
-    assert operand.inner is not None
-    if operand.data.dtype == PAIRS:
-        codes = four_bit_values(unpacked_pairs(operand.data, 1))
+    data, _, inner = operand
+    if inner is None:
+        return data.to(torch.bfloat16) if data.dtype in CODES else data
+    if data.dtype == PAIRS:
+        codes = four_bit_values(unpacked_pairs(data, 1))
     else:
-        codes = operand.data.float()
-    values = codes * spread(operand.inner.float(), codes.shape)
-    if operand.inner.dtype == torch.float32:
-        return values
-    return values.to(torch.bfloat16)
+        codes = data.float()
+    values = codes * spread(inner.float(), codes.shape)
+    return values if inner.dtype == torch.float32 else values.to(torch.bfloat16)
 
 
 def values_of(operand: Operand) -> Tensor:
     """Return the padded matrix that an operand represents, in float32."""
-    codes = operand.data
-    if operand.inner is not None:
-        codes = block_values(operand)
-    values = codes.float()
+    values = without_outer(operand).float()
     return values if operand.outer is None else values * operand.outer
 
 
-# Functions that casts are compiled from. Their first arguments are bound.
+# Functions that casts are compiled from. Their settings are bound.
 
 
 @lru_cache(None)
-def _bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+def _bound(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
-    return update_wrapper(partial(function, *settings), function)
-
-
-def _rotate(dim: int, x: Tensor) -> Tensor:
-    return rotate(x, dim)
+    return update_wrapper(partial(function, **settings), function)
 
 
 def _cast_whole(
-    cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, key: Tensor | None, fold: Tensor | None
+    x: Tensor, key: Tensor | None, fold: Tensor | None, *, cast: Cast, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales."""
     words = unit = None
@@ -173,7 +167,7 @@ def _cast_whole(
 
 
 def _cast_blocks(
-    cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, key: Tensor | None
+    x: Tensor, key: Tensor | None, *, cast: Cast, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
     """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
     float32, their inverses, and the tensor's scale.
