@@ -29,6 +29,7 @@ has no gated MLP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import unwrap
 from typing import Any, cast
@@ -122,12 +123,6 @@ def times(x: Tensor, power: Tensor) -> Tensor:
     return x * power
 
 
-def rescaled(x: Tensor) -> Scaled:
-    """Return a plain tensor with a scale from its measured root mean square: the *dynamic rescale*."""
-    size = power_of_rms(x)
-    return Scaled(x / size, size)
-
-
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -179,13 +174,9 @@ def _sum(
     func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any
 ) -> Scaled:
     """Sum. The scale grows by the root of the number of terms, rounded down to a power of two."""
-    count = 1
-    for dim in dims or range(x.ndim):
-        count = count * x.shape[dim]
-    size = root_below(count)
-    return Scaled(
-        torch.ops.aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs) / size, x.scale * size
-    )
+    size = root_below(math.prod(x.shape[dim] for dim in dims or range(x.ndim)))
+    total = torch.ops.aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs)
+    return Scaled(total / size, x.scale * size)
 
 
 # PyTorch must see views as aliases.
@@ -280,9 +271,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = ctx.saved_tensors
-        if not isinstance(gradient, Scaled):
-            gradient = rescaled(gradient)
-        return gradient.raw, gradient.scale * scale, None, None
+        if isinstance(gradient, Scaled):
+            return gradient.raw, gradient.scale * scale, None, None
+        size = power_of_rms(gradient)  # the dynamic rescale
+        return gradient / size, size * scale, None, None
 
 
 enter: Any = _Enter.apply
@@ -307,8 +299,6 @@ class _Ruled:
     The class changes, not the object's forward. So the module can be copied and pickled.
     """
 
-    leaves_plain = False
-
 
 class _Linear(_Ruled):
     """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``product`` of its own.
@@ -332,8 +322,6 @@ class _Linear(_Ruled):
         token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
         multiply: Any = getattr(self, "product", F.linear)
         y: Tensor = leave(multiply(*entered), token, scale, root_below(inputs))
-        if self.leaves_plain:
-            return value_of(y)
         return y
 
 
@@ -429,18 +417,19 @@ def scalify(model: nn.Module) -> None:
         True
     """
     rules = rules_of(model)
-    head = None
+    # The body of a Hugging Face model can also be called directly.
+    plain: set[Any] = {model, getattr(model, "base_model", model)}
     if hasattr(model, "get_output_embeddings"):
         head = cast(Any, model).get_output_embeddings()
-    if type(head) is nn.Linear:  # its inputs and outputs are plain: a rule would only measure it
-        del rules[head]
+        plain.add(head)
+        if (
+            type(head) is nn.Linear
+        ):  # its inputs and outputs are plain: a rule would only measure it
+            del rules[head]
     for module, rule in rules.items():
         kind: Any = type(module)
         module.__class__ = extended_class(rule, kind)
-    if isinstance(head, _Ruled):
-        head.leaves_plain = True
-    # The body of a Hugging Face model can also be called directly.
-    for module in {model, cast(nn.Module, getattr(model, "base_model", model))}:
+    for module in plain - {None}:
         module.register_forward_hook(_leave_values)
 
 
@@ -453,25 +442,17 @@ def rules_of(model: nn.Module) -> dict[nn.Module, Any]:
                 f"Cannot scalify this {type(model).__name__} because '{name}' is scalified already.",
                 "Scalify the whole model once.",
             )
-        rule = _rule_for(module)
-        if rule is not None:
-            rules[module] = rule
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            kind = "LayerNorm"
+        # A subclass may compute anything, unless its product shows that only this differs.
+        if isinstance(module, nn.Linear) and hasattr(module, "product"):
+            kind = "Linear"
+        if kind in _RULE_OF:
+            rules[module] = _RULE_OF[kind]
         elif isinstance(module, nn.Linear) or list(module.parameters(False)):
             raise unknown(f"the module '{name}' of class {type(module).__name__}")
     return rules
-
-
-def _rule_for(module: nn.Module) -> type[_Ruled] | None:
-    """Return the rule of a module's class; ``None`` if there is none.
-
-    A subclass may compute anything, unless its ``product`` shows that only this differs.
-    """
-    name = type(module).__name__
-    if isinstance(module, nn.Linear) and hasattr(module, "product"):
-        name = "Linear"
-    if name.endswith("RMSNorm"):
-        name = "LayerNorm"
-    return _RULE_OF.get(name)
 
 
 _RULE_OF: dict[str, type[_Ruled]] = {
