@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.matmul import native
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, without_outer
+from narrowgauge.matmul.operand import CODES, PAIRS, Operand, bound, without_outer
 from narrowgauge.numerics.widening import EXACT_TERMS, INT32_TERMS, is_widened, multiply_plain
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
@@ -85,14 +85,13 @@ def _scaled(
         left = left.reshape(-1, 1)
     if right is not None:
         right = right.reshape(1, -1)
-    y = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, left, right, bias, y)
-    return y
+    scaled: Tensor = fused(values.numel(), bound(_scale, dtype=dtype), values, left, right, bias)
+    return scaled
 
 
 def _scale(
-    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, out: Tensor
-) -> None:
+    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, *, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
     values = values.float()
     if left is not None:
         values = values * left
@@ -100,7 +99,7 @@ def _scale(
         values = values * right
     if bias is not None:
         values = values + bias.float()
-    out.copy_(values)
+    return values.to(dtype)
 
 
 # ── emulation ─────────────────────────────────────────────────────────────────────────────────────

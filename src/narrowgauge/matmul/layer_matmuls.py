@@ -40,14 +40,10 @@ TRACED: set[str] = set()
 
 
 def register(compute: Compute) -> str:
-    """Return the name of a compute in graphs: its own, with a number if another one has it."""
-    for name, registered in REGISTERED.items():
-        if registered == compute:
-            return name
+    """Return the name of a compute in graphs: its own, with primes if another one has it."""
     name = compute.name
-    if name in REGISTERED:
-        name = f"{name} ({len(REGISTERED)})"
-    REGISTERED[name] = compute
+    while REGISTERED.setdefault(name, compute) != compute:
+        name += "'"
     return name
 
 

@@ -51,7 +51,7 @@ class NarrowLayer(Computed):
     """Base of linear layers and experts in training: a compute, and keys of random bits.
 
     Attributes:
-        plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
+        is_plain: whether its casts are those of a plain layer in the compute's dtype.
         names: the layer's name, or one for each expert.
         seed: of stochastic casts.
         key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from seed and name.
@@ -60,7 +60,7 @@ class NarrowLayer(Computed):
 
     names: tuple[str, ...]
     is_stochastic: bool
-    plain_dtype: torch.dtype | None
+    is_plain: bool
     seed: int
     key: Tensor
     was_called: bool = False
@@ -73,10 +73,7 @@ class NarrowLayer(Computed):
         self.seed = seed
         self.register_buffer("key", self._keys_on(device), persistent=False)
         self.compute_as(compute)
-        self.plain_dtype = None
-        formats = {cast.format for cast in compute.casts.values()}
-        if compute.is_wide and len(formats) == 1:
-            self.plain_dtype = getattr(torch, formats.pop())
+        self.is_plain = {cast.format for cast in compute.casts.values()} == {compute.dtype}
         # Here, since a compiler breaks its graph where a property is computed first.
         self.is_stochastic = compute.is_stochastic
 
@@ -96,7 +93,7 @@ class NarrowLayer(Computed):
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)
-        is_own = dtype is getattr(torch, self.compute.dtype)
+        is_own: bool = dtype is getattr(torch, self.compute.dtype)
         is_other = not is_own and (is_cast or dtype is torch.float16)
         is_mixed = not is_cast and weight.dtype is torch.float32 and dtype is not torch.float32
         if is_other or is_mixed:
@@ -107,7 +104,7 @@ class NarrowLayer(Computed):
                 f"{self.compute.dtype} weights and inputs.",
             )
         x = x.to(dtype)
-        if not x.numel() or dtype is self.plain_dtype:
+        if not x.numel() or (self.is_plain and is_own):
             return linear(x, weight, bias)
         if key is None:
             key = self.key

@@ -96,14 +96,14 @@ def cast_matrix(
         x = x.float() * fold
         fold = None
     if cast.rotation != "none":
-        x = fused(size, _bound(rotate, dim=dim), x)
+        x = fused(size, bound(rotate, dim=dim), x)
     if cast.is_wide:
         operand = Operand(x.to(dtype))
     elif is_whole:
-        function = _bound(_cast_whole, cast=cast, dim=dim, dtype=dtype)
+        function = bound(_cast_whole, cast=cast, dim=dim, dtype=dtype)
         operand = Operand(*fused(size, function, x, key, fold))
     else:
-        function = _bound(_cast_blocks, cast=cast, dim=dim, dtype=dtype)
+        function = bound(_cast_blocks, cast=cast, dim=dim, dtype=dtype)
         data, scales, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
         if dtype in CODES:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
@@ -139,7 +139,7 @@ def values_of(operand: Operand) -> Tensor:
 
 
 @lru_cache(None)
-def _bound(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
     return update_wrapper(partial(function, **settings), function)
 
