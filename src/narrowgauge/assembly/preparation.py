@@ -77,7 +77,8 @@ def prepare(
         recipe: a name such as ``"bfloat16/word"``, or a
             :class:`narrowgauge.spec.recipes.Recipe`.
         optimizer: one of Narrowgauge's classes, or a function that makes one from named parameters,
-            ``storage=``, ``seed=`` and the options.
+            ``storage=``, ``seed=`` and the options. It is first called with copies, to learn what
+            it refuses.
         seed: seed of stochastic rounding.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
             with ``shard="none"`` and the reduction ``reproducible``. A mesh of two axes replicates

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.matmul.operand import layer_keys
 from narrowgauge.spec.computes import Compute
 from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.extension import extended_class
@@ -65,9 +64,6 @@ class GroupedLinear(Projection, NarrowLayer):
         super().__init__()
         names = [f"{name}.{expert}" for expert in range(len(weight))]
         self.begin(names, weight.device, compute, seed)
-
-    def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, self.seed, device)
 
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         return self.product(x, weight, bias, self.key[expert])

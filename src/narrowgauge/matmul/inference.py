@@ -298,10 +298,8 @@ def with_codes(compute: str | Compute) -> Compute:
     if not stores_codes(compute):
         names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
         raise RecipeError(
-            f"Cannot store weights as codes of compute '{compute.name}' because its output takes "
-            "more than 8-bit codes with "
-            f"a scale per row or tensor: it multiplies ({compute.output.left}) by "
-            f"({compute.output.right}).",
+            f"Cannot store weights as codes of compute '{compute.name}' because its weights are no "
+            "8-bit codes with a scale per row or tensor.",
             f"Use one of {names}.",
         )
     return compute

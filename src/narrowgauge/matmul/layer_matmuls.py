@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: of a registered compute.
-        key: int32 ``[]``, of the layer's random bits; ``None`` without stochastic casts.
+        key: int32, one number, of the layer's random bits; ``None`` without stochastic casts.
     """
 
     name: str

@@ -54,7 +54,7 @@ class NarrowLayer(Computed):
         is_plain: whether its casts are those of a plain layer in the compute's dtype.
         names: the layer's name, or one for each expert.
         seed: of stochastic casts.
-        key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from seed and name.
+        key: int32 ``[names]``: keys of the layer's random bits, from seed and name.
         was_called: whether it has multiplied, outside compiled code.
     """
 
@@ -71,14 +71,11 @@ class NarrowLayer(Computed):
         """Set a compute, and the keys that belong to the names and the seed."""
         self.names = tuple(names)
         self.seed = seed
-        self.register_buffer("key", self._keys_on(device), persistent=False)
+        self.register_buffer("key", layer_keys(names, seed, device), persistent=False)
         self.compute_as(compute)
         self.is_plain = {cast.format for cast in compute.casts.values()} == {compute.dtype}
         # Here, since a compiler breaks its graph where a property is computed first.
         self.is_stochastic = compute.is_stochastic
-
-    def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, self.seed, device)[0].clone()
 
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: Tensor | None = None
@@ -117,7 +114,7 @@ class NarrowLayer(Computed):
         had_memory = not self.key.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not had_memory:  # to_empty() does not set values
-            self.key = self._keys_on(self.key.device)
+            self.key = layer_keys(self.names, self.seed, self.key.device)
         return self
 
 

@@ -86,7 +86,8 @@ def cast_matrix(
     Args:
         dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the
             values.
-        key: int32 ``[]``, of the random bits of a stochastic cast. Their words are hashed within it.
+        key: int32, one number, of the random bits of a stochastic cast. Their words are hashed
+            within it.
         fold: float32, broadcastable: multiplied into ``x`` first.
     """
     x = padded(x.detach(), cast, dim)
@@ -214,7 +215,7 @@ def layer_keys(names: Sequence[str], seed: int, device: torch.device | None = No
 
 
 def mixed(key: Tensor, number: int) -> Tensor:
-    """Return a key of a part of what another key belongs to: int32 ``[]``."""
+    """Return a key of a part of what another key belongs to."""
     salt = (number * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
     return key + salt
 
@@ -224,7 +225,7 @@ _COLUMNS = 16
 
 
 def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
-    """Return a layer's key for the content of some matrices, a sample of each: int32 ``[]``."""
+    """Return a layer's key for the content of some matrices, a sample of each."""
     plain = [matrix.detach() for matrix in matrices]
     drawn: Tensor = fused(_ROWS * _COLUMNS, _content_key, key, *plain)
     return drawn

@@ -360,9 +360,7 @@ class _Norm(_Ruled):
         count = 1 + len(named)
         token, real, *vectors = enter((WIDE,) * count, (None,) * count, x, *named.values())
         for name, vector in zip(named, vectors, strict=True):
-            named[name] = vector
-            if vector.dtype.itemsize <= real.dtype.itemsize:
-                named[name] = vector.to(real.dtype)
+            named[name] = vector.to(torch.promote_types(vector.dtype, real.dtype))
         try:
             self._parameters = {**parameters, **named}
             raw = super().forward(real)  # type: ignore[misc]
