@@ -42,16 +42,13 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
     """As those of an optimizer that is given float32 weights, whose codes tests/optim judges."""
     model = llama()
     twin = llama()
-    before = values(model)
     same_model, optimizer = ng.prepare(model, recipe)
     reference = ng.AdamW(twin.named_parameters(), storage=parse(recipe).storage.name)
     assert same_model is model
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert p.dtype is q.dtype and torch.equal(optimizer.stored(p), reference.stored(q))
-        error = (optimizer.stored(p) - before[name]).abs()
-        assert (error <= 2.0**-8 * before[name].abs() + 2.0**-25).all()
-        assert not optimizer.stored(p, "exp_avg").any()
-        assert not optimizer.stored(p, "exp_avg_sq").any()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert not optimizer.stored(p, name).any()
 
 
 @pytest.mark.parametrize(
@@ -93,20 +90,13 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         rest = [pair for pair in named if not pair[0].startswith("head")]
         return ng.SGD([{"params": rest}, {"params": head, "lr": 0.5}], **options)
 
-    _, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=head_apart, momentum=0.9)
+    model, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=head_apart, momentum=0.9)
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
-    group_of = {}
-    for group in optimizer.param_groups:
-        for name in group["param_names"]:
-            group_of[name] = group
-    plain = torch.optim.SGD(net().parameters()).param_groups[0]
-    assert {name: group["lr"] for name, group in group_of.items()} == {
-        name: 0.5 if name.startswith("head") else plain["lr"]
-        for name, _ in net().named_parameters()
-    }
-    assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {
-        (0.9, plain["weight_decay"])
-    }
+    rest, head = optimizer.param_groups
+    assert head["params"] == list(model.head.parameters())
+    assert head["param_names"] == ["head.weight", "head.bias"]
+    assert (rest["lr"], head["lr"]) == (torch.optim.SGD(net().parameters()).defaults["lr"], 0.5)
+    assert (rest["momentum"], head["momentum"]) == (0.9, 0.9)
     with pytest.raises(TypeError, match="multiple values for keyword argument 'storage'"):
         ng.prepare(net(), "bfloat16/word", storage="exact")
 
