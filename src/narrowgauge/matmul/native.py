@@ -14,7 +14,7 @@ products are emulated.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -185,19 +185,17 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
-    with torch_names.no_modes(), torch.no_grad():
-        first = _exact_operand(lhs, 137, device)
-        second = _exact_operand(rhs, 269, device)
+    with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
+        first, second = _exact_operand(lhs, 137), _exact_operand(rhs, 269)
         exactly = values_of(first).double() @ values_of(second).double().t()
+        there = _moved(first, device), _moved(second, device)
         try:
             for dtype in (torch.bfloat16, torch.float32):
-                values, left, right = multiply_codes(
-                    kernel, first, second, Product(lhs, rhs), dtype
-                )
-                result = values[: exactly.shape[0], : exactly.shape[1]].double()
-                if left is not None and right is not None:
-                    result = result * left * right.t()
+                values, left, right = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
                 # Read here: a device error is raised when its result is read.
+                result = values[: exactly.shape[0], : exactly.shape[1]].cpu().double()
+                if left is not None and right is not None:
+                    result = result * left.cpu() * right.cpu().t()
                 if not torch.equal(result, exactly.to(values.dtype).double()):
                     return False
         except torch.OutOfMemoryError:
@@ -207,24 +205,29 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
     return True
 
 
-def _exact_operand(cast: Cast, rows: int, device: torch.device) -> Operand:
+def _moved(operand: Operand, device: torch.device) -> Operand:
+    parts: list[Any] = [part if part is None else part.to(device) for part in operand]
+    return Operand(*parts)
+
+
+def _exact_operand(cast: Cast, rows: int) -> Operand:
     """Return an operand of small whole numbers whose scales are powers of two: sums of its products
     are exact in any order, also in registers of fewer bits than float32 has.
 
     It has several tiles of scales in each direction, none of them full.
     """
-    high, wide = cast.block or (1, 640)
-    if high > 1:
+    draw = torch.Generator().manual_seed(rows)
+    sides = cast.block or (1, 640)
+    if sides[0] > 1:
         rows = 256
-    draw: Any = partial(
-        torch.randint, generator=torch.Generator(device).manual_seed(rows), device=device
-    )
-    codes = draw(-2, 3, (rows, 640)).float()
-    scales = draw(-1, 2, (rows // high, 640 // wide)).float().exp2()
+    codes = torch.randint(-2, 3, (rows, 640), generator=draw).float()
     if cast.element.bits == 4:
         codes = packed_pairs(four_bit_codes(codes), 1)
     else:
         codes = codes.to(getattr(torch, cast.format))
+    scales = (
+        torch.randint(-1, 2, (rows // sides[0], 640 // sides[1]), generator=draw).float().exp2()
+    )
     if cast.granularity == "tensor":
         return Operand(codes, scales[:1])
     if cast.block is None:
