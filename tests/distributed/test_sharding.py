@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.torch_support.torch_names import fsdp_keeps_gradients
 from ranks import run_ranks
 from tensors import random_tokens
 
@@ -168,9 +166,3 @@ def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -
     first, second, outside = run_ranks(on_a_part, 3, tmp_path)
     assert first == second
     assert "on this rank because the mesh has only ranks [0, 1]" in outside
-
-
-@pytest.mark.parametrize(("reduces", "all_reduces"), [(True, True), (True, False), (False, True)])
-def test_fsdp2_sends_all_gradients_or_keeps_them(reduces: bool, all_reduces: bool) -> None:
-    group = SimpleNamespace(reduce_grads=reduces, all_reduce_grads=all_reduces)
-    assert fsdp_keeps_gradients(group) == (not reduces or not all_reduces)
