@@ -29,12 +29,15 @@ from tensors import random_tokens
 RECIPES = {"word": "bfloat16/word", "autocast": "bfloat16/float32"}
 
 
-def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
+def prepared(case: str, factor: float = 1.0, **options: Any) -> tuple[nn.Module, ng.AdamW]:
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    options |= {"lr": 1e-2, "max_grad_norm": 1.0, "compile": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(
-            llama(), RECIPES[case], lr=1e-2, max_grad_norm=1.0, compile=False, **options
-        )
+        return ng.prepare(model, RECIPES[case], **options)
 
 
 def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
@@ -66,35 +69,21 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     for case in RECIPES:
         outcomes[case] = learn(*prepared(case, mesh=line))
     outcomes["offload"] = learn(*prepared("word", mesh=line, offload=True))
-    outcomes["groups"] = {
-        case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")
-    }
+    outcomes["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in RECIPES}
     tied = nn.Sequential()
     tied.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied.blocks[1].weight = tied.blocks[0].weight
     outcomes["groups"]["tied blocks"] = shapes(sharding.shard(tied, line))
-    outcomes["unequal"] = learn(*unequal(rank, line))
+    outcomes["unequal"] = learn(*prepared("word", factor=1 + rank, mesh=line))
     outcomes["refusals"] = refusals(line)
     return outcomes
 
 
 def shapes(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of modules with a group of their own, and of parameters that are whole."""
-    units = {id(unit) for unit in sharding.fsdp_modules(model)}
-    unsharded = []
-    for name, p in model.named_parameters():
-        if not isinstance(p, DTensor):
-            unsharded.append(name)
-    return [name for name, module in model.named_modules() if id(module) in units], unsharded
-
-
-def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
-    """Models that differ from rank to rank until they are prepared."""
-    model = llama()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + rank)
-    return ng.prepare(model, "bfloat16/word", lr=1e-2, max_grad_norm=1.0, compile=False, mesh=mesh)
+    units = sharding.fsdp_modules(model)
+    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return [name for name, module in model.named_modules() if module in units], unsharded
 
 
 def refusals(mesh: Any) -> dict[str, str]:

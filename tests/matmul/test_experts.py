@@ -79,9 +79,13 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool,
     y = experts(x, counts)
     assert torch.equal(y, torch.cat(expected))
     assert torch.equal(copy.deepcopy(experts)(x, counts), y)
-    y.float().square().mean().backward()
-    for weight in experts.parameters():
+    twin = Stacked(not in_a_loop)  # random bits are an expert's, in either form
+    swap_linears(nn.ModuleDict({"experts": twin}), lambda _: row)
+    for module in (experts, twin):
+        module(x, counts).float().square().mean().backward()
+    for weight, other in zip(experts.parameters(), twin.parameters(), strict=True):
         assert weight.grad[0].any() and not weight.grad[1].any()
+        assert torch.equal(weight.grad, other.grad)
 
 
 def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -> None:

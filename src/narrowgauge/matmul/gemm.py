@@ -57,7 +57,7 @@ def multiply(
             sum_dtype = torch.float32
         rhs = rhs._replace(outer=right)
         values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
-        if (*values.shape,) != shape:
+        if values.shape != shape:
             values = values[: shape[0], : shape[1]]
     else:
         a, b = _emulated(lhs, rhs, shape)
