@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
+from oracles.casting import exponent_of
+
 Lists = Sequence[Sequence[float]]
 
 
@@ -31,14 +33,7 @@ def half_spacing(value: Fraction, precision: int) -> Fraction:
     """Half the distance between neighbours of ``precision`` bits in the binade of a value; of 0, 0."""
     if value == 0:
         return Fraction(0)
-    exponent = 0
-    while abs(value) >= 2:
-        value = value / 2
-        exponent = exponent + 1
-    while abs(value) < 1:
-        value = value * 2
-        exponent = exponent - 1
-    return Fraction(2) ** (exponent - precision)
+    return Fraction(2) ** (exponent_of(abs(value)) - precision)
 
 
 def separated(parts: Lists, precision: int) -> bool:

@@ -212,7 +212,8 @@ def chosen_layers(
             refuse_replaced_forward(name, module, chosen[name][1])
     if not chosen:
         raise RecipeError(
-            f"{type(model).__name__} has no linear layer to compute narrowly.",
-            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
+            f"Cannot swap the linear layers of this {type(model).__name__} because none is left.",
+            "Its layers must be nn.Linear or transformers' Conv1D, hold a weight and not codes, and "
+            "not all be kept.",
         )
     return chosen
