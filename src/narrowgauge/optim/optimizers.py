@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer, Params
 from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
@@ -127,11 +126,6 @@ class SGD(Optimizer):
         self, params: Params, lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        if nesterov and (momentum == 0 or dampening != 0):
-            raise RecipeError(
-                f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
-                "Try momentum above 0 and dampening = 0.",
-            )
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip

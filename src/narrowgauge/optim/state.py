@@ -18,6 +18,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, part_of_row, placed_like
 from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.parameter_formats import refuse_overlap
 from narrowgauge.optim.planes import BLOCK, as_rows, bounds_shape, row_dims
 from narrowgauge.optim.rules.matrix import Shapes
 from narrowgauge.spec.formats import dtype_name
@@ -134,6 +135,8 @@ class LocalState:
         self.kernel = kernel
         self.storage = kernel.storage
         self.parameter = local_of(owner)
+        if not self.parameter.is_contiguous():
+            refuse_overlap(owner)
         self.step = int(entry["step"])
         self.gradient: Any = None
         self.change: Any = None
