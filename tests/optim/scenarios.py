@@ -11,8 +11,7 @@ import torch
 import expectations
 import narrowgauge as ng
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.planes import planes_of
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from oracles.adamw import AdamW64
 
@@ -23,15 +22,6 @@ REPRESENTATIVES = {
     name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for
 }
 """One storage of each kind, with what it stands for."""
-
-
-def shifts(storage: Storage) -> dict[str, int]:
-    """Return the lowest bit of every field in an element of its plane."""
-    shift_of = {}
-    for plane in planes_of(storage):
-        for name, shift, _ in plane.fields:
-            shift_of[name] = shift
-    return shift_of
 
 
 def arrived(start: torch.Tensor, end: torch.Tensor, exact: torch.Tensor) -> float:

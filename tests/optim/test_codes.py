@@ -19,11 +19,10 @@ import narrowgauge as ng
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
 from narrowgauge.optim import codes
-from narrowgauge.optim.planes import dropped_bits
+from narrowgauge.optim.planes import Field, dropped_bits, fields_of
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.walk import spans
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Code, Storage
-from optim.scenarios import shifts as shifts_in_planes
 from oracles import codes as oracle
 from tables import exhaustive
 from tensors import gaussian, unsigned
@@ -66,7 +65,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
         values = np.concatenate([values, -values])
     for shift in {0, 8, 32 - code.bits}:
         words = as_int32(steps * 2**shift | garbage(steps.shape, code.bits, shift))
-        result = codes.decode(code, words, shift).numpy()
+        result = codes.decode(Field(code=code, shift=shift), words).numpy()
         assert np.array_equal(result.astype(np.float64), values)
         assert np.array_equal(np.signbit(result), np.signbit(values))
 
@@ -87,9 +86,9 @@ def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> N
     steps = oracle.nearest_steps(values, x)
     expected = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     positive = torch.from_numpy(x.astype(np.float32))
-    assert np.array_equal(unsigned(codes.encode(code, positive, None, 0)), expected)
+    assert np.array_equal(unsigned(codes.encode(Field(code=code), positive, None)), expected)
     if code.signed:
-        negative = unsigned(codes.encode(code, -positive, None, 0))
+        negative = unsigned(codes.encode(Field(code=code), -positive, None))
         assert np.array_equal(negative, steps + 2 ** (code.bits - 1))
 
 
@@ -101,9 +100,9 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
     scales = [None, torch.tensor(2.0**-7), torch.tensor(2.0**126)] if code.is_window else [None]
     for addend in (0, None, 2 ** dropped_bits(code) - 1):
         for scale in scales:
-            words = codes.encode(code, nans, addend, 0, scale)
+            words = codes.encode(Field(code=code), nans, addend, scale)
             assert (words == words[0]).all()
-            value = codes.decode(code, words[:1], 0)
+            value = codes.decode(Field(code=code), words[:1])
             assert not value.signbit()
             assert value == values_of(code)[-1] if code.is_window else value.isnan()
 
@@ -115,7 +114,8 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
     dropped = dropped_bits(code)
     value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
     every = torch.arange(1 << dropped, dtype=torch.int32)
-    mean = float(codes.decode(code, codes.encode(code, value, every, 0), 0).double().mean())
+    field = Field(code=code)
+    mean = float(codes.decode(field, codes.encode(field, value, every)).double().mean())
     assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
 
 
@@ -124,6 +124,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
     code: Code, bound: float
 ) -> None:
+    field = Field(code=code)
     into, back = codes.multipliers(torch.tensor(bound))
     mantissa, exponent = math.frexp(bound)
     above = math.ldexp(1.0, exponent - (mantissa == 0.5))
@@ -132,11 +133,11 @@ def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
     tiny = torch.tensor([0.0, 2.0**-149, 2.0**-126, 1e-30, 1e-10])
     for addend in (0, None, 2 ** dropped_bits(code) - 1):
         if 2.0**-100 <= bound <= 2.0**80:
-            decoded = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
+            decoded = codes.decode(field, codes.encode(field, x, addend, into), back).tolist()
             assert abs(decoded[0] - bound) <= bound * 2.0**-code.mantissa_bits
             assert decoded[0] < window and decoded[1:] == [window] * 4
         if code.hold and addend != 2 ** dropped_bits(code) - 1:
-            steps = codes.encode(code, tiny, addend, 0, into)
+            steps = codes.encode(field, tiny, addend, into)
             assert steps[0] == 0 and (steps[1:] > 0).all()
 
 
@@ -153,19 +154,16 @@ def patterns() -> Tensor:
 
 def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tensor, Tensor]:
     """Return the visible bits of weights, and the weights read among other bits of their words."""
-    nothing = torch.zeros_like(x, dtype=torch.int32)
-    fields = {}
-    for name, shift in shifts_in_planes(storage).items():
-        fields[name] = nothing, shift
-    lane = codes.Lane(nothing, nothing.float(), fields, {})
-    seen, written = codes.write_weight(storage, lane, x, addend)
-    for name, bits in written.items():
-        shift = fields[name][1]
+    seen, written = codes.write_weight(storage, x, addend)
+    field = fields_of(storage)["weight"]
+    words = [torch.zeros_like(seen)] * field.plane
+    if field.name:
+        bits = words[-1] = written[field.name]
         if storage.tail_bits:
-            assert not (unsigned(bits) & garbage(bits.shape, storage.tail_bits, shift)).any()
-            bits = bits | as_int32(garbage(bits.shape, storage.tail_bits, shift))
-        fields[name] = bits, shift
-    return seen, codes.read_weight(storage, replace(lane, visible=seen))
+            others = garbage(bits.shape, field.bits, field.shift)
+            assert not (unsigned(bits) & others).any()
+            words[-1] = bits | as_int32(others)
+    return seen, codes.read_weight(storage, codes.Lane(seen, seen.float(), words, {}))
 
 
 @exhaustive("storage", WHOLE)

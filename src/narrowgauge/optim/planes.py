@@ -98,15 +98,12 @@ class Field:
 
     Attributes:
         name: as in the storage's fields; empty if it is not stored.
-        code: of the weight or of a state.
+        code: of the weight, of a state, or of a part of one.
         plane: from 1; 0 if it is not stored.
         shift: its lowest bit in a word of the plane.
         bits: of the field.
-        drop: the mantissa bits of a float32 that it drops.
-        share: the random bits that drop them: the first one, after the word was turned up by so
+        share: the random bits that drop bits: the first one, after the word was turned up by so
             many bits. ``None`` rounds to nearest.
-        last: the largest magnitude as bits of a float32. Larger values of a window stop there.
-        exponent: the offset between the exponents of the code and of a float32.
     """
 
     name: str = ""
@@ -114,10 +111,47 @@ class Field:
     plane: int = 0
     shift: int = 0
     bits: int = 32
-    drop: int = 0
     share: tuple[int, int] | None = None
-    last: int = 0x7FFFFFFF
-    exponent: int = 0
+
+    @property
+    def drop(self) -> int:
+        """Return how many mantissa bits of a float32 it drops."""
+        return dropped_bits(self.code)
+
+    @property
+    def last(self) -> int:
+        """Return the largest magnitude as bits of a float32. Larger values of a window stop there."""
+        return ((1 << self.code.magnitude_bits) - 1) << self.drop
+
+    @property
+    def exponent(self) -> int:
+        """Return the offset between the exponents of the code and of a float32."""
+        return self.code.lowest + 126
+
+
+@lru_cache
+def fields_of(storage: Storage) -> dict[str, Field]:
+    """Return the fields of a storage by name. ``"weight"`` is what lies beside the visible weight."""
+    places = {}
+    for number, plane in enumerate(planes_of(storage), 1):
+        for name, shift, bits in plane.fields:
+            places[name] = number, shift, bits
+    random = _shares(storage)
+    fields = {}
+    for name in roles(storage):
+        code = storage.code(name)
+        if name == "weight":
+            beside = (*storage.beside, "")[0]
+            fields[name] = Field(beside, code, *places.get(beside, (0, 0, 0)), random.get(name))
+            continue
+        for part, field in enumerate((name, *low_parts(name, code))):
+            fields[field] = Field(field, code.part(part), *places[field], random.get(name))
+    return fields
+
+
+def roles(storage: Storage) -> tuple[str, ...]:
+    """Return what has a code: the weight and each state."""
+    return ("weight", *dict(storage.states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +175,8 @@ class Layout:
 def layout_of(storage: Storage) -> Layout:
     """Return the layout of a storage whose rule has two states at most, of one part each."""
     size = VISIBLE[storage.visible][0]
-    places = {"": (0, 0, 0)}
-    sizes = [size // 8]
-    for number, plane in enumerate(planes_of(storage), 1):
-        sizes.append(plane.bits // 8)
-        for name, shift, bits in plane.fields:
-            places[name] = number, shift, bits
-    random = shares(storage)
-    fields = []
-    for state in ("weight", *dict(storage.states)):
-        code = storage.code(state)
-        name = state
-        if state == "weight":
-            name = (*storage.beside, "")[0]
-        drop = dropped_bits(code)
-        last = ((1 << code.magnitude_bits) - 1) << drop
-        share = random.get(state)
-        fields.append(Field(name, code, *places[name], drop, share, last, code.lowest + 126))
+    sizes = [size // 8] + [plane.bits // 8 for plane in planes_of(storage)]
+    fields = [fields_of(storage)[name] for name in roles(storage)]
     fields += [Field()] * (3 - len(fields))
     return Layout(tuple(sizes), 32 - size, tuple(fields), len(storage.scaled))
 
@@ -167,15 +186,14 @@ def dropped_bits(code: Code) -> int:
     return max(0, 23 - code.mantissa_bits)
 
 
-@lru_cache
-def shares(storage: Storage) -> dict[str, tuple[int, int]]:
+def _shares(storage: Storage) -> dict[str, tuple[int, int]]:
     """Return the random bits of each stochastic code: its first one, after the word was turned up
     by so many bits.
 
     The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
     """
     drops = {}
-    for name in ("weight", *dict(storage.states)):
+    for name in roles(storage):
         if storage.code(name).rounding == "stochastic":
             drops[name] = dropped_bits(storage.code(name))
     result = {}

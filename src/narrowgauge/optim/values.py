@@ -24,7 +24,7 @@ def begin(state: LocalState) -> None:
         for span in spans(state):
             lane = span.lane()
             value = codes.visible_value(state.storage.visible, lane.visible)
-            span.store(codes.write_weight(state.storage, lane, value, None)[1])
+            span.store(codes.write_weight(state.storage, value, None)[1])
 
 
 def stored(state: LocalState, name: str) -> Tensor:
@@ -58,7 +58,7 @@ def store_weight(state: LocalState, values: Tensor) -> None:
     for span in spans(state, weights, seen):
         weight, into = span.arguments
         weight = cells.into_cell(storage, weight)
-        bits, fields = codes.write_weight(storage, span.lane(), weight, None)
+        bits, fields = codes.write_weight(storage, weight, None)
         into.copy_(codes.visible_value(storage.visible, bits))
         span.store(fields)
     visible = narrowed(seen, getattr(torch, storage.visible))
