@@ -30,7 +30,7 @@ LATER: dict[str, dict[str, Any]] = {
     "plain sgd": {"lr": 0.07, "weight_decay": 0.4},
     "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4},
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
-    "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "ns_dtype": "float32", "adjust_lr_fn": "original"},
+    "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "adjust_lr_fn": "original"},
     "galore": LOW_RANK,
 }  # fmt: skip
 

@@ -14,7 +14,6 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Shapes, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
-from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import refuse_pair
@@ -108,12 +107,10 @@ class Kernels:
         return LocalState(parameter, state, kernel, extras)
 
     def new_state(self, group: Group, parameter: Tensor) -> State:
-        """Return a state of zeros under a group's options, with the parameter as its master."""
+        """Return a new state under a group's options."""
         kernel = self.kernel_of(group, parameter)
         extras = extras_of(kernel.rule, parameter.shape, group)
-        state = new_state(parameter, kernel, extras)
-        begin(LocalState(parameter, state, kernel, extras))
-        return state
+        return new_state(parameter, kernel, extras)
 
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]

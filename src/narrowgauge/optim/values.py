@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from narrowgauge.optim.state import LocalState
 
 
-def begin(state: LocalState) -> None:
-    """Set the master from the parameter. Allocate memory first."""
-    if state.storage.master:
-        for span in spans(state):
-            lane = span.lane()
-            value = codes.visible_value(state.storage.visible, lane.visible)
-            span.store(codes.write_weight(state.storage, value, None)[1])
-
-
 def stored(state: LocalState, name: str) -> Tensor:
     """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32.
 

@@ -108,6 +108,9 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 (0.68 … 1.21), not at 1 itself.
 """
 
+NS_DTYPE = torch.bfloat16
+"""Format of the operands of the iteration's products."""
+
 LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Every step of the same spectral norm, wider ones not counted.
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
@@ -163,9 +166,7 @@ def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
 
 def _muon(g: Tensor, states: States, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
-    return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(
-        -size
-    ), {}
+    return orthogonalise(g, options["ns_steps"], NS_DTYPE).mul_(-size), {}
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────
