@@ -1,5 +1,5 @@
-"""Every code of every storage, value by value and relative to its row; what a weight is cut into; a
-step of each storage; and the random bits that cut.
+"""Every code of every storage, value by value and relative to its row; what a weight is cut into;
+and the random bits that cut.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import expectations
-import narrowgauge as ng
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
 from narrowgauge.optim import codes
 from narrowgauge.optim.planes import Field, dropped_bits, fields_of
-from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.walk import spans
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Code, Storage
+from narrowgauge.spec.storages import STORAGES, Code, Storage
 from oracles import codes as oracle
 from tables import exhaustive
-from tensors import gaussian, unsigned
+from tensors import unsigned
 
 # The parts of an expansion are coded one by one: here each stands for itself.
 IN_TABLES = {
@@ -184,71 +181,6 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             # A tie goes up where more is kept: a tail has no room for both ends of a cell.
             visible = oracle.cut(expected, 16, 2**15 if storage.beside else None)
         assert np.array_equal(unsigned(seen)[finite], visible)
-
-
-# ── a step ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@exhaustive("storage", [row for row in STORAGES.values() if row.arithmetic != "expansion"])
-def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> None:
-    """The second step of a matrix, against NumPy's float32 or float64, operation by operation."""
-    dtype = getattr(torch, storage.visible)
-    p = nn.Parameter(gaussian(50, 60).to(dtype))
-    optimizer = ng.AdamW([p], lr=1e-3, storage=storage.name, compile=False, audit_every=0)
-    for step in range(2):
-        p.grad = gaussian(50, 60, seed=3 + step, scale=0.01).to(dtype)
-        if step == 1:
-            before = stored_values(optimizer, p)
-        optimizer.step()
-    weight, m, v = before
-    w = weight.dtype.type
-    gradient = p.grad.double().numpy().astype(weight.dtype)
-    scalars = ADAMW.prepare(optimizer.param_groups[0], 2)
-    share1, share2, size, correction, eps, decay = map(w, scalars)
-    m = m + (gradient - m) * share1
-    v = v + (gradient * gradient - v) * share2
-    change = m / (np.sqrt(v) * correction + eps) * size + decay * weight
-    expected = {"weight": weight + change, "exp_avg": m, "exp_avg_sq": v}
-    for (name, exact), stored in zip(expected.items(), stored_values(optimizer, p), strict=True):
-        code = storage.code(name)
-        if name == "weight" and code.parts > 1:  # Kahan's rule steps what is seen
-            continue
-        spacing = spacings(storage, optimizer, p, name, exact)
-        error = (stored.astype(np.float64) - exact) / spacing
-        assert not (stored.astype(np.float64) / spacing % 1).any(), name
-        if code.rounding == "nearest":
-            assert np.abs(error).max() <= 0.5, name
-        else:
-            assert np.abs(error).max() < 1.0, name
-            # As many go up as the remainders ask for: |z| < 5.
-            share = exact.astype(np.float64) / spacing % 1
-            assert abs(error.sum()) < 5 * np.sqrt((share * (1 - share)).sum()), name
-
-
-def stored_values(optimizer: ng.Optimizer, p: Tensor) -> list[np.ndarray]:
-    """The stored weight and moments, as a step reads them."""
-    state = optimizer.local_state(p)
-    assert state is not None
-    (span,) = spans(state)
-    lane = span.lane()
-    values = [codes.read(state.storage, lane).weight]
-    values += [codes.read_state(state.storage, lane, name) for name in STATE_NAMES]
-    return [value.clone().view(p.shape).numpy() for value in values]
-
-
-def spacings(
-    storage: Storage, optimizer: ng.Optimizer, p: Tensor, name: str, x: np.ndarray
-) -> oracle.Floats:
-    """How far apart the values of a code are around each x."""
-    code = storage.code(name)
-    lowest = np.full((len(x), 1), float(code.lowest))
-    if code.scaled:  # it ends at a power of two of its block
-        back = codes.multipliers(optimizer.state[p][f"{name}_bound"])[1]
-        lowest = lowest + np.log2(back.numpy())
-    elif name == "weight" and storage.visible == "float16":
-        lowest[:] = -14.0
-    binade = np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300)))
-    return np.asarray(2.0 ** (np.maximum(binade, lowest) - code.mantissa_bits))
 
 
 # ── random bits ───────────────────────────────────────────────────────────────────────────────────

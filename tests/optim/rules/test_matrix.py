@@ -117,14 +117,6 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(
         assert relative(states["momentum_buffer"], momentum) < 1e-6
 
 
-def test_a_schedule_of_one_cycle_moves_the_momentum() -> None:
-    optimizer = optimizers.Muon([nn.Parameter(torch.ones(4, 4))], momentum=0.95)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10, max_momentum=0.9)
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-    assert optimizer.param_groups[1]["betas"] == optimizer.param_groups[0]["betas"]
-
-
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...]) -> None:
