@@ -35,58 +35,57 @@ kernel.
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift,
-    bits)``.
+    """Describe one state tensor: its name, dtype, and the fields ``(name, shift, bits)`` of each
+    element.
     """
 
     name: str
-    bits: int
-    fields: tuple[tuple[str, int, int], ...]
     dtype: torch.dtype
+    fields: tuple[tuple[str, int, int], ...]
 
 
 @lru_cache
 def planes_of(storage: Storage) -> tuple[Plane, ...]:
     """Return the planes of a storage, in the order of its step."""
     planes: list[Plane] = []
+    states = dict(storage.states)
     for group in storage.packing:
-        if len(group) == 1:
-            planes.append(_lone(storage, *group[0]))
-            continue
         # Signed codes come last. Then the topmost sign bit is where a float32 has it.
-        states = dict(storage.states)
-        ordered = sorted(
-            group, key=lambda field: field[0] in states and storage.code(field[0]).signed
-        )
+        ordered = sorted(group, key=lambda x: x[0] in states and storage.code(x[0]).signed)
         fields = []
         shift = 0
         for name, bits in ordered:
             fields.append((name, shift, bits))
             shift += bits
-        width = width_of(group)
-        planes.append(Plane("packed", width, tuple(fields), INTEGER[width]))
+        title, dtype = "packed", INTEGER[width_of(group)]
+        if len(group) == 1:
+            title, dtype = _lone(storage, group[0][0], width_of(group))
+        planes.append(Plane(title, dtype, tuple(fields)))
     return tuple(planes)
 
 
-def _lone(storage: Storage, name: str, bits: int) -> Plane:
-    """Return the plane of one field, with PyTorch's dtype of its bits, if there is one.
+def _lone(storage: Storage, name: str, width: int) -> tuple[str, torch.dtype]:
+    """Return the name of a plane of one field, and PyTorch's dtype of its bits, if there is one.
 
     It has torch's name only as a whole float.
     """
-    width = width_of(((name, bits),))
     dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
     title = name
-    for state in ("weight", *dict(storage.states)):  # a tail and a master copy have no code
-        code = storage.code(state)
-        if name not in (state, *low_parts(state, code)):
-            continue
+    role = name.removesuffix("_low")
+    if role in roles(storage):  # a tail and a master copy have no code
+        code = storage.code(role)
         if width == 16 and code.signed and not code.is_window:
             dtype = torch.bfloat16
-        if name == state and code.parts > 1:
+        if name == role and code.parts > 1:
             title = f"{name}_high"
     if not dtype.is_floating_point and name != "tail":
         title = f"{title}_bits"
-    return Plane(title, width, ((name, 0, bits),), dtype)
+    return title, dtype
+
+
+def roles(storage: Storage) -> tuple[str, ...]:
+    """Return what has a code: the weight and each state."""
+    return ("weight", *dict(storage.states))
 
 
 # ── the layout ────────────────────────────────────────────────────────────────────────────────────
@@ -149,11 +148,6 @@ def fields_of(storage: Storage) -> dict[str, Field]:
     return fields
 
 
-def roles(storage: Storage) -> tuple[str, ...]:
-    """Return what has a code: the weight and each state."""
-    return ("weight", *dict(storage.states))
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Say where a storage has its fields.
@@ -175,7 +169,7 @@ class Layout:
 def layout_of(storage: Storage) -> Layout:
     """Return the layout of a storage whose rule has two states at most, of one part each."""
     size = VISIBLE[storage.visible][0]
-    sizes = [size // 8] + [plane.bits // 8 for plane in planes_of(storage)]
+    sizes = [size // 8] + [plane.dtype.itemsize for plane in planes_of(storage)]
     fields = [fields_of(storage)[name] for name in roles(storage)]
     fields += [Field()] * (3 - len(fields))
     return Layout(tuple(sizes), 32 - size, tuple(fields), len(storage.scaled))
