@@ -20,7 +20,7 @@ import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import extras_of
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import EVERY, RULES, SOME, Shape, build, everything, parameters
-from oracles.adamw import Lion64
+from oracles.lion import Lion64
 from tensors import (
     assert_same_bits,
     parameters_of,
