@@ -61,7 +61,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
         written = advance(Inputs(rule, storage, lane, (*others, None)[0], scalars, seed))
         results = [codes.weight_word(storage.visible, written.visible)]
         for plane in planes:
-            results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
+            results.append(reduce(or_, [written.fields[field.name] for field in plane.fields]))
         for integers, result in zip(stored, results, strict=True):
             if not values.is_cpu:
                 result = torch.where(scalars["skip"] != 0, integers, result)

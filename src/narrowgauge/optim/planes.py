@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, width_of
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 BLOCK = 256
@@ -31,64 +31,6 @@ LEAST_ROW = 64
 """Trailing dimensions are joined until a row has so many values, such as those of a convolution's
 kernel.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """Describe one state tensor: its name, dtype, and the fields ``(name, shift, bits)`` of each
-    element.
-    """
-
-    name: str
-    dtype: torch.dtype
-    fields: tuple[tuple[str, int, int], ...]
-
-
-@lru_cache
-def planes_of(storage: Storage) -> tuple[Plane, ...]:
-    """Return the planes of a storage, in the order of its step."""
-    planes: list[Plane] = []
-    states = dict(storage.states)
-    for group in storage.packing:
-        # Signed codes come last. Then the topmost sign bit is where a float32 has it.
-        ordered = sorted(group, key=lambda x: x[0] in states and storage.code(x[0]).signed)
-        fields = []
-        shift = 0
-        for name, bits in ordered:
-            fields.append((name, shift, bits))
-            shift += bits
-        title, dtype = "packed", INTEGER[width_of(group)]
-        if len(group) == 1:
-            title, dtype = _lone(storage, group[0][0], width_of(group))
-        planes.append(Plane(title, dtype, tuple(fields)))
-    return tuple(planes)
-
-
-def _lone(storage: Storage, name: str, width: int) -> tuple[str, torch.dtype]:
-    """Return the name of a plane of one field, and PyTorch's dtype of its bits, if there is one.
-
-    It has torch's name only as a whole float.
-    """
-    dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
-    title = name
-    role = name.removesuffix("_low")
-    if role in roles(storage):  # a tail and a master copy have no code
-        code = storage.code(role)
-        if width == 16 and code.signed and not code.is_window:
-            dtype = torch.bfloat16
-        if name == role and code.parts > 1:
-            title = f"{name}_high"
-    if not dtype.is_floating_point and name != "tail":
-        title = f"{title}_bits"
-    return title, dtype
-
-
-def roles(storage: Storage) -> tuple[str, ...]:
-    """Return what has a code: the weight and each state."""
-    return ("weight", *dict(storage.states))
-
-
-# ── the layout ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +70,77 @@ class Field:
         return self.code.lowest + 126
 
 
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Describe one state tensor: its name, its dtype and the fields of each element."""
+
+    name: str
+    dtype: torch.dtype
+    fields: tuple[Field, ...]
+
+
+@lru_cache
+def planes_of(storage: Storage) -> tuple[Plane, ...]:
+    """Return the planes of a storage, in the order of its step."""
+    planes: list[Plane] = []
+    states = dict(storage.states)
+    shares = _shares(storage)
+    for number, group in enumerate(storage.packing, 1):
+        # Signed codes come last. Then the topmost sign bit is where a float32 has it.
+        ordered = sorted(group, key=lambda x: x[0] in states and storage.code(x[0]).signed)
+        fields = []
+        shift = 0
+        for name, bits in ordered:
+            role = _role_of(storage, name)
+            code = storage.code(role).part(int(name == f"{role}_low"))
+            fields.append(Field(name, code, number, shift, bits, shares.get(role)))
+            shift += bits
+        title, dtype = "packed", INTEGER[width_of(group)]
+        if len(group) == 1:
+            title, dtype = _lone(fields[0])
+        planes.append(Plane(title, dtype, tuple(fields)))
+    return tuple(planes)
+
+
+def _lone(field: Field) -> tuple[str, torch.dtype]:
+    """Return the name of a plane of one field, and PyTorch's dtype of its bits, if there is one.
+
+    It has torch's name only as a whole float.
+    """
+    width = width_of(((field.name, field.bits),))
+    dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
+    title = field.name
+    if title in ("tail", "master"):  # which have no code
+        return title, dtype
+    if width == 16 and field.code.signed and not field.code.is_window:
+        dtype = torch.bfloat16
+    if field.code.parts > 1 and not title.endswith("_low"):
+        title = f"{title}_high"
+    if not dtype.is_floating_point:
+        title = f"{title}_bits"
+    return title, dtype
+
+
+def _role_of(storage: Storage, field: str) -> str:
+    """Return which of :func:`roles` a field belongs to."""
+    return "weight" if field in storage.beside else field.removesuffix("_low")
+
+
+def roles(storage: Storage) -> tuple[str, ...]:
+    """Return what has a code: the weight and each state."""
+    return ("weight", *dict(storage.states))
+
+
+# ── the layout ────────────────────────────────────────────────────────────────────────────────────
+
+
 @lru_cache
 def fields_of(storage: Storage) -> dict[str, Field]:
     """Return the fields of a storage by name. ``"weight"`` is what lies beside the visible weight."""
-    places = {}
-    for number, plane in enumerate(planes_of(storage), 1):
-        for name, shift, bits in plane.fields:
-            places[name] = number, shift, bits
-    random = _shares(storage)
-    fields = {}
-    for name in roles(storage):
-        code = storage.code(name)
-        if name == "weight":
-            beside = (*storage.beside, "")[0]
-            fields[name] = Field(beside, code, *places.get(beside, (0, 0, 0)), random.get(name))
-            continue
-        for part, field in enumerate((name, *low_parts(name, code))):
-            fields[field] = Field(field, code.part(part), *places[field], random.get(name))
+    fields = {"weight": Field(code=storage.weight, share=_shares(storage).get("weight"))}
+    for plane in planes_of(storage):
+        for field in plane.fields:
+            fields["weight" if field.name in storage.beside else field.name] = field
     return fields
 
 
