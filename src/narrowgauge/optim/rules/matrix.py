@@ -172,18 +172,6 @@ def _muon(g: Tensor, states: States, options: Options, step: int) -> Result:
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def adam_step(
-    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, options: Options, count: int
-) -> tuple[Tensor, ...]:
-    """Return Adam's step for coordinates, and the new moments: ``ADAMW`` on a weight of zero."""
-    values = torch.tensor(
-        ADAMW.prepare(options, count), dtype=torch.float32, device=gradient.device
-    )
-    scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
-    change, *moments = ADAMW.update(gradient.new_zeros(()), gradient, exp_avg, exp_avg_sq, scalars)
-    return change, *moments
-
-
 def _galore_states(shape: tuple[int, int], options: Options) -> Shapes:
     rows, cols = shape
     rank = min(options["rank"], rows, cols)
@@ -198,9 +186,11 @@ def _galore_states(shape: tuple[int, int], options: Options) -> Shapes:
 def _galore(g: Tensor, states: States, options: Options, step: int) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
     basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
-    m = states["projected_exp_avg"]
-    v = states["projected_exp_avg_sq"]
-    change, m, v = adam_step(project(basis, g), m, v, options, step)
+    values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=g.device)
+    scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
+    moments = states["projected_exp_avg"], states["projected_exp_avg_sq"]
+    # AdamW's step of a weight of zero.
+    change, m, v = ADAMW.update(g.new_zeros(()), project(basis, g), *moments, scalars)
     lifted = lift(basis, change, is_tall(*g.shape)).mul_(options["scale"])
     return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 
