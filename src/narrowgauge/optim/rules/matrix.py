@@ -108,9 +108,6 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 (0.68 … 1.21), not at 1 itself.
 """
 
-NS_DTYPE = torch.bfloat16
-"""Format of the operands of the iteration's products."""
-
 LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Every step of the same spectral norm, wider ones not counted.
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
@@ -123,23 +120,23 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
 """
 
 
-def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
     """Return a matrix with the same singular vectors, and all singular values moved towards 1.
 
     Overwrite the argument.
 
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius
     norm. The norm is taken before anything is rounded, without the usual 1e-7 added: scaling by a
-    power of two changes no bit. Zeros stay zeros. ``dtype`` is of the products' operands; bfloat16
-    is as published, off by 1.2 % (rms).
+    power of two changes no bit. Zeros stay zeros. The products' operands are bfloat16, as published:
+    off by 1.2 % (rms).
 
     Example:
-        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5, torch.float32)
+        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5)
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
     """
     length = _length(matrix).float().clamp(min=TINY)
-    return _newton_schulz(matrix.div_(length).to(dtype), iterations).float()
+    return _newton_schulz(matrix.div_(length).bfloat16(), iterations).float()
 
 
 def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
@@ -166,7 +163,7 @@ def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
 
 def _muon(g: Tensor, states: States, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
-    return orthogonalise(g, options["ns_steps"], NS_DTYPE).mul_(-size), {}
+    return orthogonalise(g, options["ns_steps"]).mul_(-size), {}
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────
