@@ -24,7 +24,7 @@ float16 weight, infinity).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -281,10 +281,17 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
     return weight
 
 
+def _parts_of(storage: Storage, name: str) -> list[Field]:
+    """Return the fields of the parts of a state."""
+    names = name, *low_parts(name, storage.code(name))
+    return [fields_of(storage)[part] for part in names]
+
+
 def read_parts(storage: Storage, lane: Lane, name: str) -> list[Tensor]:
     """Decode the parts of a state."""
+    _, back = lane.scales.get(name, (None, None))
     parts = []
-    for field, _, back in _parts_of(storage, lane, name):
+    for field in _parts_of(storage, name):
         parts.append(decode(field, lane.words[field.plane - 1], back))
     return parts
 
@@ -295,24 +302,6 @@ def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
         return read_weight(storage, lane)
     parts = read_parts(storage, lane, name)
     return sum(parts[1:], parts[0])
-
-
-def _parts_of(
-    storage: Storage, lane: Lane, name: str
-) -> Iterator[tuple[Field, Tensor | None, Tensor | None]]:
-    """Yield the field of each part of a state, and its multipliers if it is scaled.
-
-    Each part is finer by the bits of the one before.
-    """
-    code = storage.code(name)
-    for place, part in enumerate((name, *low_parts(name, code))):
-        into = back = None
-        if code.scaled:
-            into, back = lane.scales[name]
-            finer = 2.0 ** (place * (code.mantissa_bits + 1))
-            into = into * finer
-            back = back / finer
-        yield fields_of(storage)[part], into, back
 
 
 def write(
@@ -388,23 +377,26 @@ def write_state(
     storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend
 ) -> dict[str, Tensor]:
     """Return a state's bits in place. A second part stores what the first one leaves."""
-    parts = [value]
-    if storage.code(name).parts == 2:
-        field, into, _ = next(_parts_of(storage, lane, name))
+    first, *second = _parts_of(storage, name)
+    into, _ = lane.scales.get(name, (None, None))
+    fields = {first.name: encode(first, value, addend, into)}
+    for field in second:
         back = into
         if into is not None:
             back = reciprocal(into)
-        parts.append(value - decode(field, encode(field, value, addend, into), back))
-    return write_parts(storage, lane, name, parts, addend)
+        rest = value - decode(first, fields[first.name], back)
+        fields[field.name] = encode(field, rest, addend, into)
+    return fields
 
 
 def write_parts(
-    storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor], addend: Addend
+    storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the bits of a state's parts in place: the inverse of :func:`read_parts`."""
+    """Return the bits of a state's parts in place, to nearest."""
+    into, _ = lane.scales.get(name, (None, None))
     fields = {}
-    for (field, into, _), value in zip(_parts_of(storage, lane, name), parts, strict=True):
-        fields[field.name] = encode(field, value, addend, into)
+    for field, value in zip(_parts_of(storage, name), parts, strict=True):
+        fields[field.name] = encode(field, value, None, into)
     return fields
 
 

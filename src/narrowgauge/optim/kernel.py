@@ -119,7 +119,7 @@ def in_expansions(inputs: Inputs) -> Written:
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
     fields = codes.write_low(storage, visible, torch.where(is_finite, stepped[1], low))
     for name, parts in zip(rule.states, new, strict=True):
-        fields |= codes.write_parts(storage, lane, name, parts, None)
+        fields |= codes.write_parts(storage, lane, name, parts)
     return Written(visible, fields)
 
 
