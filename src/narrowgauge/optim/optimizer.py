@@ -162,7 +162,6 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             validation.check_options(group, self.rule)
-            validation.check_vectors(group, self.rule)
             refuse_shared_memory(self._parameters())
             to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
@@ -413,6 +412,7 @@ class Optimizer(torch.optim.Optimizer):
             names = self.parameter_names()
             validation.check_seeds(self.param_groups, names)
             validation.check_members(names, self.state)
+        self.kernels.check_groups(self.param_groups)
         gradients: list[Tensor] = []
         states: list[LocalState] = []
         work = []

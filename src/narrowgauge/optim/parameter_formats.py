@@ -134,9 +134,25 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
     return STORAGES["float32" if is_wide else "float32-states8"]
 
 
+def refuse_overlap(parameter: Tensor) -> None:
+    """Refuse a parameter whose elements share memory, as those of an expanded tensor: each would be
+    stepped by itself.
+    """
+    local = local_of(parameter.detach())
+    reach = 0
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements "
+                "share memory, as those of an expanded tensor.",
+                "Make the parameter from tensor.contiguous(), or expand a smaller one in forward().",
+            )
+        reach += stride * (size - 1)
+
+
 def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters without memory, and those that begin at one address: rounded ones would be
-    tied no more, and one that is passed twice would be stepped twice.
+    """Refuse parameters without memory, and those that share it: rounded ones would be tied no more,
+    and one that is passed twice would be stepped twice.
     """
     addresses = set()
     for parameter in parameters:
@@ -148,6 +164,8 @@ def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
             )
         if not local.numel():
             continue
+        if parameter.requires_grad:
+            refuse_overlap(parameter)
         if local.data_ptr() in addresses:
             raise RecipeError(
                 f"Cannot step a parameter of shape {tuple(parameter.shape)} because it is passed "

@@ -16,7 +16,6 @@ from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState, new_state
 from narrowgauge.optim.table import Table
-from narrowgauge.optim.values import begin
 from narrowgauge.optim.walk import integers_of
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proof, triton
@@ -80,7 +79,6 @@ def _drawn(
         weight[-1, :2] = torch.tensor([math.inf, -math.inf])
     weight = weight.to(device)
     state = LocalState(weight, new_state(weight, kernel, {}), kernel, {})
-    begin(state)
     for name, tensor in state.tensors.items():
         form = tensor.shape[0], tensor.shape[1]
         value = _values(tensor.dtype, form, edges, 3, finite=name.endswith("_bound"))

@@ -72,10 +72,14 @@ class Code:
         return self.exponent_bits + self.mantissa_bits
 
     def part(self, place: int) -> Code:
-        """Return the code of one part of an expansion. The leading part is at ``place`` 0."""
-        if place and self.hold:
-            return replace(self, hold=False)
-        return self
+        """Return the code of one part of an expansion. The leading part is at ``place`` 0.
+
+        In a block, the second part begins lower by the bits of the first.
+        """
+        if not place:
+            return self
+        lowest = self.lowest - (self.mantissa_bits + 1 if self.scaled else 0)
+        return replace(self, hold=False, lowest=lowest)
 
     @property
     def spacings(self) -> float:

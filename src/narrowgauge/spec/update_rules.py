@@ -65,8 +65,6 @@ class UpdateRule:
             require_number("beta2", value[1], below=1)
         elif name == "adjust_lr_fn":
             require_choice(name, value, ("original", "match_rms_adamw", None))
-        elif name == "ns_dtype":
-            require_choice(name, value, ("bfloat16", "float32"))
         elif isinstance(self.options.get(name), bool):
             require_choice(name, value, (False, True))
         elif name in ("rank", "update_proj_gap", "ns_steps"):
@@ -109,7 +107,7 @@ _RULES = (
     UpdateRule(
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
         {
-            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": "bfloat16",
+            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw",
         },
         # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
