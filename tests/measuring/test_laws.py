@@ -190,7 +190,7 @@ def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
     """Weights that became so in a step are of that step, and not of the start."""
     steps = [
         Step(1, loss=3.0, bad=["b", "a"]),
-        Step(2, loss=math.nan, bad_weight="a", bad_output="0"),
+        Step(2, loss=math.nan, bad_weight="a"),
     ]
     (reading,) = told(steps)
     assert (reading.step, reading.stage, reading.tensor) == (1, "gradient", "b and 1 other")
@@ -277,5 +277,5 @@ def test_rows_with_holes_are_normal() -> None:
 
 
 def test_a_row_is_the_step_that_it_was() -> None:
-    step = Step(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, bad_output="0")
+    step = Step(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, bad_weight="b")
     assert Step.of(asdict(step)) == step

@@ -174,7 +174,7 @@ HANDMADE = {"kind": ByHand, "dtype": B16, "lr": 1e-4}
 FAULTS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str, str, int]]] = {
     "never cleared": (never_cleared, nothing, {}, ("gradients-kept", "", "gradient", 2)),
     "bad gradient": (bad_gradient, nothing, {}, ("nonfinite", "2.up.weight", "gradient", 3)),
-    "bad output": (bad_output, nothing, {}, ("nonfinite", "2", "forward", 3)),
+    "bad output": (bad_output, nothing, {}, ("nonfinite", "", "loss", 3)),
     "bad weight": (nothing, bad_weight, {}, ("nonfinite", "1.down.bias", "between steps", 4)),
     "old masters": (nothing, partial(old_masters, 7), HANDMADE, ("weights-jump", "", "optimizer step", 8)),
     "old masters early": (nothing, partial(old_masters, 1), HANDMADE, ("weights-jump", "", "optimizer step", 2)),

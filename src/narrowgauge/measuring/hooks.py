@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -172,13 +172,9 @@ class Hub:
         listener: Listener,
         see: Callable[[str, Tensor], object],
         stack: ExitStack,
-        names: Collection[str] = (),
     ) -> None:
-        """Call a function with the first output of each module that has parameters, until the
-        stack closes.
-
-        Args:
-            names: of the modules; without names, those with parameters of their own.
+        """Call a function with the first output of each module that has parameters of its own, until
+        the stack closes.
         """
 
         def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -188,8 +184,7 @@ class Hub:
                 self.guard(listener, see, name, output.detach())
 
         for name, module in self.model.named_modules():
-            has_parameters = next(module.parameters(recurse=bool(names)), None) is not None
-            if has_parameters and (name in names or not names):
+            if next(module.parameters(recurse=False), None) is not None:
                 seen = OwnHook(partial(hook, plain_name(name)))
                 stack.callback(module.register_forward_hook(seen).remove)
 

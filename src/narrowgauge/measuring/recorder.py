@@ -500,7 +500,7 @@ def watch(
       of some elements gives the same result;
     * a weight that jumps;
     * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
-    * the first weight, output, gradient or loss that is not finite; skipped steps, and the loss scale;
+    * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients that were not summed, and weights that differ.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
@@ -523,8 +523,8 @@ def watch(
             unknown kind.
         RecordError: the folder is in use.
 
-    Cost: the norm of each gradient and the sum of each block's output, and two steps of the
-        optimizer's class on 64 elements of 16 tensors.
+    Cost: the norm of each gradient, and two steps of the optimizer's class on 64 elements of 16
+        tensors.
 
     Example:
         >>> import torch, narrowgauge as ng
