@@ -40,12 +40,12 @@ def with_event(what: str, **columns: Any) -> Run:
 
 
 CASES: dict[str, tuple[Run, int, str, str, str]] = {
-    "a loss that spikes": (struck(AT, AT, loss=9.0), AT, "loss", "", "loss-spike"),
+    "a loss that spikes": (struck(AT, AT, loss=9.0), AT, "loss", "", "spike"),
     "slower steps, but one in ten": (
         struck(seconds=lambda step: 0.4 - 0.3 * (step % 10 == 0)), AT, "between steps", "", "slower-steps",
     ),
     "an alarm of the audit": (
-        with_event("lost-updates", tensor="a", value=0.5, stage="storage"), AT, "storage", "a", "lost-updates",
+        with_event("stored-share", tensor="a", value=0.5, stage="storage"), AT, "storage", "a", "stored-share",
     ),
 }  # fmt: skip
 """By case: the record, and the step, stage, tensor and name of the first reading."""
@@ -142,7 +142,7 @@ def spiked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_prints_the_table_or_json(spiked_run: Path) -> None:
     assert "run: 1 reading beyond the bound, the first at step 81." in call(spiked_run).output
     (reading,) = json.loads(call(spiked_run, "--json").output)["readings"]
-    assert (reading["step"], reading["what"], reading["value"]) == (AT, "loss-spike", 9.0)
+    assert (reading["step"], reading["what"], reading["value"]) == (AT, "spike", 9.0)
     same = call(spiked_run, spiked_run)
     assert "The same in all that both recorded (160 steps)." in same.output
     assert json.loads(call(spiked_run, spiked_run, "--json").output)["ok"]
@@ -155,10 +155,10 @@ def write(name: str, text: str) -> Callable[[Path], object]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no settings": (lambda folder: (folder / "run.toml").unlink(), 2, "or a Hugging Face trainer_state.json"),
     "garbled settings": (write("run.toml", "[config\n"), 2, "run.toml is damaged"),
-    "an unknown recipe": (write("run.toml", 'schema_version = 2\n[config]\nrecipe = "foo/bar"\n'), 0, "loss-spike"),
+    "an unknown recipe": (write("run.toml", 'schema_version = 2\n[config]\nrecipe = "foo/bar"\n'), 0, "spike"),
     "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 rows watched; looked at casts of layers."),
     "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
-    "short gauges": (write("gauges.jsonl", '{"step": 20, "tensors": {"grad:a": [null, 1]}}\n'), 0, "loss-spike"),
+    "short gauges": (write("gauges.jsonl", '{"step": 20, "tensors": {"grad:a": [null, 1]}}\n'), 0, "spike"),
 }  # fmt: skip
 """What is done to a record with a spike, how the command ends, and what it says."""
 

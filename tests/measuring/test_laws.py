@@ -54,10 +54,10 @@ def told(steps: Iterable[Step], laws: Laws | None = None) -> list[Reading]:
 SCALED = {"loss_scale": 65536.0}
 SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
 CASES: dict[str, tuple[list[Step], str, int]] = {
-    "lost-updates": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
-    "underflow": (sampled(underflow=0.3, sqnr_db=4.0), LAYER, 420),
-    "overflow": (sampled(overflow=0.02, sqnr_db=2.0), LAYER, 400),
-    "attention-logits": (sampled("attention", max_logit=2e4), LAYER, 400),
+    "stored-share": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
+    "cast-range at zero": (sampled(underflow=0.3, sqnr_db=4.0), f"{LAYER}, underflow", 420),
+    "cast-range": (sampled(overflow=0.02, sqnr_db=2.0), f"{LAYER}, overflow", 400),
+    "attention-logits": (sampled("attention", max_logit=2e4), f"{LAYER}, max_logit", 400),
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
     "not-restored": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "loss scale", 400),
@@ -68,8 +68,8 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "ranks-apart in gradients": (stepped(after(400, unsummed=["a"], apart=["b"])), "a", 400),
     "ranks-apart": (stepped(after(400, apart=["a"])), "a", 400),
     "weights-jump": (stepped(lambda s: {"largest": 2.0 if s == 400 else 1e-4, "rate": 1e-4, "largest_in": "a"}), "a", 400),
-    "loss-spike": (stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "", 400),
-    "gradient-spike": (stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "", 400),
+    "spike": (stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "", 400),
+    "spike of a norm": (stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "", 400),
     "slower-steps": (stepped(lambda s: SLOW if s >= 400 else {"tokens_per_second": 1000.0, "seconds": 1.0}), "", 400),
     "idle-device": (stepped(lambda s: {"utilization": 40.0}), "", 1),
 }  # fmt: skip
@@ -235,8 +235,7 @@ BLOOM = (
 
 
 def spikes(laws: Laws, step: Step) -> list[str]:
-    whats = [reading.what for reading in laws.read(step)]
-    return [what.partition("-")[0] for what in whats if what.endswith("spike")]
+    return [reading.stage for reading in laws.read(step) if reading.what == "spike"]
 
 
 def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_end_too() -> None:

@@ -89,14 +89,14 @@ def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> Non
     with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
         train(model, optimizer, recorder, range(25))
         train(model, optimizer, recorder, range(1), scale=math.inf)
-        with pytest.warns(RunNotice, match="step 27: The loss jumped to 1e"):
+        with pytest.warns(RunNotice, match="step 27: The loss .* jumped to 1e"):
             optimizer.step()
             recorder.step(1e6)
         recorder.step(1.0, loss_scale=2.0)  # a step that torch.amp.GradScaler left out
     run = ng.read_run(tmp_path / "run")
     assert [row["skipped"] for row in run.steps] == [False] * 25 + [True, False, True]
     assert run.steps[25]["bad"] == ["bias", "weight"]
-    assert [event["step"] for event in run.events if event["what"] == "loss-spike"] == [27]
+    assert [event["step"] for event in run.events if event["what"] == "spike"] == [27]
     assert run.summary is not None and run.summary["num_skipped"] == 2
 
 

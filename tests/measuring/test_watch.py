@@ -191,7 +191,7 @@ def test_a_fault_is_told_with_its_tensor(name: str) -> None:
     assert readings[kind].tensor.startswith(tensor)
     errors = {what for what in readings if readings[what].severity == "error"}
     # A jump may bring more.
-    assert errors - {"nonfinite", "lost-updates"} == {kind} - {"nonfinite"}
+    assert errors - {"nonfinite", "stored-share"} == {kind} - {"nonfinite"}
 
 
 def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large() -> None:
@@ -344,7 +344,7 @@ def test_weights_to_which_masters_are_never_copied_are_told(name: str) -> None:
     lr, after, stands_still = MASTERS[name]
     loop = Loop(partial(with_masters, lr), after, dtype=B16).run(16)
     told = [reading for reading in loop.readings if reading.severity != "note"]
-    assert [reading.what for reading in told[:1]] == ["lost-updates"] * bool(stands_still)
+    assert [reading.what for reading in told[:1]] == ["stored-share"] * bool(stands_still)
     if stands_still:
         assert (told[0].step, told[0].value) == (6, 0.0)
         assert told[0].tensor == stands_still

@@ -195,7 +195,7 @@ class RunRecorder:
             before(alarms)
             for alarm in alarms:
                 numbers = alarm.tensor, alarm.reading.edq, 1.0
-                reading = measured("lost-updates", *numbers, step=self.num_steps + 1)
+                reading = measured("stored-share", *numbers, step=self.num_steps + 1)
                 self._append("events", reading.to_dict())
 
         optimizer.on_alarm = alarmed
