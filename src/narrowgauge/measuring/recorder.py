@@ -6,6 +6,7 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -250,7 +251,7 @@ class RunRecorder:
         """Tell what is not measured, each with its reason."""
         unseen = {**self.meter.unseen}
         row = self.meter.last
-        has_moved = row.get("arrived") and not row.get("skipped")
+        has_moved = 0 < row.get("arrived", 0.0) < math.inf and not row.get("skipped")
         if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
