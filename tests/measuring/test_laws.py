@@ -207,6 +207,7 @@ def test_slow_steps_are_told_as_they_last() -> None:
     assert at(lambda s: 0.005 if s <= 25 else 1.0) == []  # the first ones compile
     assert at(lambda s: 0.005 if 200 <= s < 209 else 1.0) == []  # a slow disk for a while
     assert at(lambda s: 0.75 if s >= 200 else 1.0) == []
+    assert at(lambda s: 0.3 if 200 <= s < 220 else 1.0) == []  # five seconds are lost
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 30])
@@ -242,6 +243,12 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
         assert not spikes(laws, Step(step, loss=2.21 + noise.gauss(0, 0.015), grad_norm=norm))
     for step, loss, norm, expected in BLOOM:
         assert spikes(laws, Step(step, loss=loss, grad_norm=norm)) == expected, step
+
+
+def test_a_spike_of_the_norm_does_not_hide_that_of_the_loss() -> None:
+    rows = {399: {"grad_norm": 60.0}, 400: {"loss": 5.0}}
+    spiked = told(stepped(lambda s: rows.get(s, {})))
+    assert [(r.step, r.stage) for r in spiked] == [(399, "gradient"), (400, "loss")]
 
 
 def test_spikes_become_the_level_if_they_last_without_a_break() -> None:

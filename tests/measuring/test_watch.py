@@ -138,6 +138,11 @@ def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def bad_gradient(loop: Watched) -> None:
+    weight = loop.model.get_parameter("blocks.1.up.weight")
+    weight.register_hook(lambda g: g * math.inf if loop.step == 3 else g)
+
+
 def bad_output(loop: Watched) -> None:
     spoil = lambda module, args, x: x * math.inf if loop.step == 3 else x  # noqa: E731
     loop.model.blocks[1].register_forward_hook(spoil)
@@ -157,6 +162,7 @@ def old_masters(at: int, loop: Watched) -> None:
 
 HANDMADE = {"kind": ByHand, "dtype": B16, "lr": 1e-4}
 FAULTS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str, str, int]]] = {
+    "bad gradient": (bad_gradient, nothing, {}, ("nonfinite", "blocks.1.up.weight", "gradient", 3)),
     "bad output": (bad_output, nothing, {}, ("nonfinite", "", "loss", 3)),
     "bad weight": (nothing, bad_weight, {}, ("nonfinite", "blocks.0.down.weight", "between steps", 4)),
     "old masters": (nothing, partial(old_masters, 7), HANDMADE, ("weights-jump", "", "optimizer step", 8)),
