@@ -15,8 +15,8 @@ TABLES = ("config", "data", "model", "optimizer", "versions", "machine", "arithm
 """Compared tables of ``run.toml``."""
 
 NOT_COMPARED = frozenset({
-    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints", "log_every",
-    "gauges_every", "audit_every", "verify_every", "fingerprints_every", "unigram_loss",
+    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints",
+    "gauges_every", "audit_every", "fingerprints_every", "unigram_loss",
 })  # fmt: skip
 """Settings that do not affect the bits of training."""
 
