@@ -46,7 +46,7 @@ def opened(folder: Path, source: str) -> tuple[str, list[str]]:
 @pytest.fixture
 def report(make_run: MakeRun) -> str:
     """Four runs of three recipes; a tensor and a message that would like to run."""
-    events = ({"what": "lost-updates", "step": 50, "tensor": EVIL, "text": EVIL},)
+    events = ({"what": "stored-share", "step": 50, "tensor": EVIL, "text": EVIL},)
     runs = [make_run("bfloat16/word", seed, 60, events=events) for seed in (0, 1)]
     runs.append(
         make_run("bfloat16/naive", steps=60, loss=lambda step: 2.5 + 5 * math.exp(-step / 30))

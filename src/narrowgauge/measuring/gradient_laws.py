@@ -38,8 +38,6 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
     """Return the first stage of a step that is not finite, and the names there."""
     if step.bad_weight:
         return "between steps", [step.bad_weight]
-    if step.bad_output:
-        return "forward", [step.bad_output]
     if not math.isfinite(step.loss or 0.0):
         return "loss", [""]
     if step.bad or not math.isfinite(step.grad_norm or 0.0):

@@ -41,7 +41,7 @@ class Reading:
         bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
 
     Example:
-        >>> reading = Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1)
+        >>> reading = Reading(40, "storage", "lm_head.weight", "stored-share", 0.5, 1.0, 0.1)
         >>> reading.excess, reading.severity, reading.text.partition(",")[0]
         (5.0, 'error', 'The format of the weight stores 0.50 of the update')
     """

@@ -6,6 +6,7 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -195,7 +196,7 @@ class RunRecorder:
             before(alarms)
             for alarm in alarms:
                 numbers = alarm.tensor, alarm.reading.edq, 1.0
-                reading = measured("lost-updates", *numbers, step=self.num_steps + 1)
+                reading = measured("stored-share", *numbers, step=self.num_steps + 1)
                 self._append("events", reading.to_dict())
 
         optimizer.on_alarm = alarmed
@@ -250,7 +251,7 @@ class RunRecorder:
         """Tell what is not measured, each with its reason."""
         unseen = {**self.meter.unseen}
         row = self.meter.last
-        has_moved = row.get("arrived") and not row.get("skipped")
+        has_moved = 0 < row.get("arrived", 0.0) < math.inf and not row.get("skipped")
         if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
@@ -500,7 +501,7 @@ def watch(
       of some elements gives the same result;
     * a weight that jumps;
     * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
-    * the first weight, output, gradient or loss that is not finite; skipped steps, and the loss scale;
+    * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients that were not summed, and weights that differ.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
@@ -523,8 +524,8 @@ def watch(
             unknown kind.
         RecordError: the folder is in use.
 
-    Cost: the norm of each gradient and the sum of each block's output, and two steps of the
-        optimizer's class on 64 elements of 16 tensors.
+    Cost: the norm of each gradient, and two steps of the optimizer's class on 64 elements of 16
+        tensors.
 
     Example:
         >>> import torch, narrowgauge as ng

@@ -300,7 +300,9 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> N
     )
     for value, bound in ((mean, MARGIN / 2 * mean_noise), (largest, MARGIN * largest_noise)):
         if value > bound:
-            result.readings.append(measured("other-log-probabilities", "", value, 0.0, bound))
+            numbers = value, 0.0, bound
+            reading = measured("other-outputs", "log probabilities", *numbers, stage="loss")
+            result.readings.append(reading)
             return
 
 

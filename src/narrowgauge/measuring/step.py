@@ -28,7 +28,6 @@ class Step:
         arrived: norm of the gradients that reach the update.
         zero: tensors whose gradient is exactly zero or missing.
         bad: tensors whose gradient is not finite, in the order of backward.
-        bad_output: first block of the model whose output is not finite.
         bad_weight: a weight of the model that was not finite before the step.
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the share of the update that their formats stored.
@@ -52,7 +51,6 @@ class Step:
     arrived: float | None = None
     zero: list[str] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
-    bad_output: str = ""
     bad_weight: str = ""
     kept: float | None = None
     stored: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Compare the shadow of a step with the shadow of the plain loss in one process.
 
-Both are without roundings, so they are equal or the step computes another gradient: a factor, other
-weights of micro-batches and ranks, or another distance. With several ranks each process makes the
+Both are without roundings, so they are equal or the step computes another gradient: a factor, or
+another distance. With several ranks each process makes the
 plain pass over the batches of all. Collectives are operations that have shadows, so sums over ranks
 are followed.
 """
@@ -9,7 +9,7 @@ are followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = KINDS["gradient"].bound
 MOST_PARTS = 16
-"""Micro-batches of all ranks whose weights are fitted."""
+"""Micro-batches of all ranks whose gradients are read one by one."""
 
 
 def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
@@ -108,10 +108,15 @@ def _compare(
         terms = _terms(passes, parts)
     answers: dict[str, tuple[float, float, list[str]]] = {}
     for name in sorted(differing, key=distances.__getitem__, reverse=True):
+        factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
+        rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
         columns = [term.shadows[name].flatten() for term in terms if name in term.shadows]
-        words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
-        answers.setdefault(words, (value, expected, []))[2].append(name)
-    answers.pop("", None)
+        answer = "not a multiple of the plain loss's", distances[name], 0.0
+        if rest <= SAME * abs(factor):
+            answer = f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
+        elif columns and _is_of_parts(step[name].flatten(), exact[name].flatten(), columns):
+            continue
+        answers.setdefault(answer[0], (*answer[1:], []))[2].append(name)
     for words, (value, expected, names) in answers.items():
         result.lines.append(f"  {of_all(names)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
@@ -129,35 +134,15 @@ def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
     return [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
 
 
-def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
-    """Return how a gradient is related to the right one, in words; its factor, or its distance over the
-    length; and the expected one. Return no words if the batch's loss is not a sum over its parts.
-
-    Args:
-        columns: the plain gradients of each micro-batch, if there are several.
+def _is_of_parts(step: Tensor, whole: Tensor, columns: list[Tensor]) -> bool:
+    """Return whether a step is the mean over its micro-batches, and the whole batch's gradient no sum of
+    theirs, as of a contrastive loss.
     """
-    factor = float(a @ b) / float(b @ b)
-    if float((a - factor * b).norm()) <= SAME * abs(factor) * float(b.norm()):
-        return f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
-    off = float((a - b).norm() / b.norm())
-    if columns and a.numel() >= 2 * len(columns):
-        terms = torch.stack([*columns], 1)
-        weights = _weights(terms, a)
-        of_whole = _weights(terms, b)
-        if not of_whole and float((terms.mean(1) - a).norm()) <= SAME * float(a.norm()):
-            return "", off, 0.0
-        if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
-            times = [f"{x / y:.3g}" for x, y in zip(weights, of_whole, strict=True)]
-            return f"micro-batches count {', '.join(times)} times", off, 0.0
-    return "neither a multiple of the plain loss's nor of its micro-batches'", off, 0.0
-
-
-def _weights(columns: Tensor, target: Tensor) -> list[float]:
-    """Return the weights of columns whose sum is a target; empty if none is."""
-    solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    if float((target - columns @ solution).norm()) > 1e-3 * float(target.norm()):
-        return []
-    return list(map(float, solution))
+    parts = torch.stack(columns, 1)
+    if float((parts.mean(1) - step).norm()) > SAME * float(step.norm()):
+        return False
+    weights = torch.linalg.lstsq(parts, whole[:, None], driver="gelsd").solution[:, 0]
+    return float((whole - parts @ weights).norm()) > 1e-3 * float(whole.norm())
 
 
 def _add_missing(
