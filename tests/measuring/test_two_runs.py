@@ -102,10 +102,19 @@ def test_a_factor_that_all_gradients_share_is_printed_at_equal_loss_scales() -> 
         assert result.is_rounding == (factor == 1)
 
 
-def test_a_difference_is_of_rounding_only_where_both_round_alike() -> None:
-    other = make_run("b", {(1, "grad:layers.1"): ROUNDED})
-    assert TwoRuns(make_run("a"), other).is_rounding
-    assert not TwoRuns(make_run("a", config={"recipe": "float32/float32"}), other).is_rounding
+def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -> None:
+    runs = make_run("a"), make_run("b", {(2, "grad:layers.1"): ROUNDED})
+    for run in runs:
+        run.steps[1] |= {"decay/group0": 1e-3, "arrived": 1e-3, "seconds": 0.1 * len(run.path.name)}
+    runs[1].steps[1]["seconds"] = 9.0
+    assert TwoRuns(*runs).is_rounding
+    runs[1].steps[1]["decay/group0"] = 4e-4
+    result = TwoRuns(*runs)
+    assert not result.is_rounding
+    assert "numbers of the step differ: decay/group0 0.001 and 0.0004." in str(result)
+    wide = make_run("a", config={"recipe": "float32/float32"})
+    unlike = TwoRuns(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED}))
+    assert not unlike.is_rounding, "the runs round unlike"
 
 
 def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:

@@ -31,6 +31,8 @@ _SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its row's token that are tried; the first of equals counts."""
 _MOST = 0.9
 """Fraction of the rows that must agree on what they learn."""
+_LEAST = 2.0**-14
+"""Sum of a row's gradient over its absolute sum, where float32 alone rounds."""
 _SHOWN = {
     "learns": "learns", "rows": "rows", "learn": "learned", "weights sum to": "weight_sum", "padding learns": "padding_learned",
     "softmax": "function", "format": "dtype",
@@ -105,6 +107,11 @@ def teaches(
     lesson.taught = facts = _facts(softmaxes, _padding_of(model))
     lesson.readings = list(_readings(facts))
     lesson.lines = Table([facts], _SHOWN).plain().splitlines()
+    if facts["excess"]:
+        lesson.lines.append(
+            f"The gradient on a row of logits sums to {facts['excess']:.2g} of its size, not to 0: "
+            "not the softmax alone gives it."
+        )
     return lesson
 
 
@@ -123,6 +130,8 @@ class _Softmax:
         learned: a row for each row of logits: weight w, label (the largest entry of the target), its
             size (0 if no gradient reached it), and whether the target is one label, possibly
             smoothed. ``None`` before the backward pass.
+        excess: sum of the gradient on a row of logits over its absolute sum, where it is beyond
+            roundings.
     """
 
     name: str
@@ -130,6 +139,7 @@ class _Softmax:
     dtype: torch.dtype
     ids: Tensor | None
     learned: Any = None
+    excess: float = 0.0
 
 
 def _learned(target: Tensor) -> Tensor:
@@ -183,8 +193,16 @@ class _Trace(TorchFunctionMode):
                 blocks = rows.split(max(1, _BLOCK // classes))
                 softmax.learned = torch.cat([_learned(x.double()) for x in blocks]).cpu()
 
+        def read_sums(gradient: Tensor) -> None:
+            sums = gradient.sum(dim, dtype=torch.float64).abs()
+            sizes = gradient.norm(1, dim, dtype=torch.float64).clamp(min=1e-300)
+            excess = float((sums / sizes).max())
+            if excess > max(_LEAST, 4 * unit_of(gradient.dtype)):
+                softmax.excess = excess
+
         self.softmaxes.append(softmax)
         nodes[0].register_prehook(read)
+        logits.register_hook(read_sums)
 
 
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────
@@ -199,6 +217,7 @@ def _facts(softmaxes: list[_Softmax], padding: Any) -> dict[str, Any]:
         "rows": len(learned), "learned": int((size > 0).sum()), "weight_sum": float(weight.sum()),
         "learns": "a distribution", "shift": None, "padding": padding, "padding_learned": 0,
         "function": softmaxes[0].name, "dtype": dtype_name(narrowest.dtype), "sequences": 0,
+        "excess": max(softmax.excess for softmax in softmaxes),
     }  # fmt: skip
     if padding is not None:
         facts["padding_learned"] = int(((label == padding) & (is_label > 0)).sum())

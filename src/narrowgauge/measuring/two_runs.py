@@ -22,7 +22,7 @@ from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, number
+from narrowgauge.runs.schema import STEP, Row, number
 from narrowgauge.spec.formats import FORMATS
 
 STAGE_OF = {
@@ -38,12 +38,16 @@ differ between any two runs. The hash of the final weights is last, for it has n
 _KINDS = list(STAGE_OF)
 EXACT = ("tokens", "lr", "loss_scale", "skipped")
 """Values that rounding cannot change."""
-ALIKE = 1e-3
-"""Relative difference of ratios that are one factor."""
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""
 LEAST = 2.0**-20
 """Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
+AGREES = 0.05
+"""Relative difference of other recorded numbers of a step, such as the stored share of an update,
+beside a difference by rounding.
+"""
+_UNLIKE = ("seconds", "per_second", "bytes")
+"""Ends of the names of numbers that differ between any two runs."""
 
 
 class TwoRuns(Readings):
@@ -53,7 +57,8 @@ class TwoRuns(Readings):
     Attributes:
         readings: of the first step that differs, the first difference beyond its rounding, else the
             first. It expects the first run's value; its bound is what rounding explains.
-        is_rounding: the first difference is no more than rounding gives, and both round alike.
+        is_rounding: the runs differ only within rounding, both round alike, and every recorded
+            number of that step agrees.
         is_complete: both runs finished with equal hashes of the final weights.
         factor: of all gradients of that step, second run over first, if they share one; else 1.
         settings: recorded settings, data and software that differ.
@@ -103,11 +108,15 @@ class TwoRuns(Readings):
         elif at.tensor:
             lines += _ranks(here[at.tensor], there[at.tensor])
         self.factor = _factor(here, there)
-        if self.factor != 1:
+        if abs(self.factor - 1) > LEAST:
             lines.append(
                 f"All gradients of {self.names[1]} are {self.factor:.6g} times the others."
             )
-        self.is_rounding = units[0] == units[1] and self.factor == 1 and _is_within(at)
+        unlike = ", ".join(_other_numbers(first, second))
+        if unlike:
+            lines.append(f"Other recorded numbers of the step differ: {unlike}.")
+        is_alike = units[0] == units[1] and not unlike and abs(self.factor - 1) < AGREES
+        self.is_rounding = is_alike and _is_within(at)
         return lines
 
     def _verdict(self, number: int) -> str:
@@ -244,6 +253,20 @@ def _factor(here: Row, there: Row) -> float:
     for key, entry in here.items():
         if entry[0] == "grad" and key in there and entry[2]:
             ratios.append(there[key][2] / entry[2])
-    if not ratios or max(ratios) - min(ratios) > ALIKE * max(ratios):
+    if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
         return 1.0
-    return float(ratios[0]) if abs(ratios[0] - 1) > ALIKE else 1.0
+    return float(ratios[0])
+
+
+def _other_numbers(first: Row, second: Row) -> Iterator[str]:
+    """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
+    than :data:`AGREES` itself.
+    """
+    for name in sorted(first.keys() & second.keys() - STAGE_OF.keys()):
+        here = first[name]
+        there = second[name]
+        is_number = isinstance(here, float) and isinstance(there, float)
+        if is_number and not name.endswith(_UNLIKE):
+            least = AGREES if name in STEP else 0.0
+            if not math.isclose(here, there, rel_tol=AGREES, abs_tol=least):
+                yield f"{name} {here:.4g} and {there:.4g}"
