@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,11 @@ from torch import Tensor, nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.sample import Sample
+from narrowgauge.optim.sample import Sample, versions_of
 from narrowgauge.optim.state import LocalState
+from narrowgauge.optim.table import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.torch_support.proof import CPP, TRITON
 from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
@@ -118,31 +119,60 @@ MESSAGE = (
 )
 
 
-def read(rows: Iterable[Tensor], last_step: int = 0) -> AuditedUpdates:
-    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step up to
-    ``last_step``.
+def read(windows: Tensor, counts: Tensor, last_steps: Tensor) -> list[AuditedUpdates]:
+    """Return the metrics of windows of float64 ``UPDATE_SUMS``, ``[windows, audits, sums]``.
 
     Sum first, then divide. The delta method gives the error of the EDQ, a ratio of sums over the
-    steps.
+    steps. ``counts`` are of the audits in each window: others are zero.
     """
-    table = torch.stack(list(rows))
-    dd, de, _, nonzero, lost, *_ = table.unbind(1)
-    values = {name: float(value) for name, value in update_metrics(table.sum(0)).items()}
-    count = len(table)
-    error = math.nan
-    if count > 1:
-        spread = (de - values["edq"] * dd).square().sum() * count / (count - 1)
-        error = float(spread.sqrt() / dd.sum())
-    num_events = float(dd.sum().square() / dd.square().sum())
-    num_moved = float((nonzero - lost).sum())
-    return AuditedUpdates(
-        **values,
-        edq_error=error,
-        num_audits=count,
-        num_events=num_events,
-        num_moved=num_moved,
-        last_step=last_step,
-    )
+    dd, de, _, nonzero, lost, *_ = windows.unbind(2)
+    metrics = update_metrics(windows.sum(1))
+    spread = (de - metrics["edq"][:, None] * dd).square().sum(1) * counts / (counts - 1)
+    error = spread.sqrt() / dd.sum(1)
+    metrics["edq_error"] = torch.where(counts > 1, error, math.nan)
+    metrics["num_events"] = dd.sum(1).square() / dd.square().sum(1)
+    metrics["num_moved"] = (nonzero - lost).sum(1)
+    metrics["num_audits"] = counts
+    metrics["last_step"] = last_steps
+    readings = []
+    for row in torch.stack([metric.double() for metric in metrics.values()], 1).tolist():
+        values = dict(zip(metrics, row, strict=True))
+        values |= {name: int(values[name]) for name in ("num_audits", "last_step")}
+        readings.append(AuditedUpdates(**values))
+    return readings
+
+
+class Windows:
+    """Hold the last sums of tensors.
+
+    Attributes:
+        places: those of the tensors.
+        sums: float64 ``[tensors, WINDOW, sums]``, in no order, and zero where none are yet.
+        counts: the audits of each tensor so far.
+        seen: the step of each tensor's last audit.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[Any, int] = {}
+        self.sums = torch.zeros(0, WINDOW, len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
+        self.counts = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.seen = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+    def append(self, tensors: Sequence[Any], rows: Tensor, step: int) -> None:
+        """Add the sums of tensors in a step, in the place of the oldest ones."""
+        places = [self.places.setdefault(x, len(self.places)) for x in tensors]
+        num_new = len(self.places) - len(self.counts)
+        self.sums = torch.cat([self.sums, self.sums.new_zeros(num_new, *self.sums.shape[1:])])
+        self.counts = torch.cat([self.counts, self.counts.new_zeros(num_new)])
+        self.seen = torch.cat([self.seen, self.seen.new_zeros(num_new)])
+        self.sums[places, self.counts[places] % WINDOW] = rows
+        self.counts[places] += 1
+        self.seen[places] = step
+
+    def read(self, tensors: Sequence[Any]) -> list[AuditedUpdates]:
+        """Return the metrics of tensors."""
+        places = [self.places[x] for x in tensors]
+        return read(self.sums[places], self.counts[places].clamp(max=WINDOW), self.seen[places])
 
 
 class Auditor:
@@ -152,28 +182,23 @@ class Auditor:
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 10]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
-        windows: the last sums of each tensor, oldest first.
-        total: those of all tensors together.
-        seen: the step of each tensor's last audit.
+        windows: the last sums of each tensor, and those of all together, under ``None``.
     """
 
     def __init__(self) -> None:
         self.fresh: list[tuple[Sample, int, HostCopy]] = []
         self.last: Tensor | None = None
-        self.windows: dict[Tensor, deque[Tensor]] = {}
-        self.total: deque[Tensor] = deque(maxlen=WINDOW)
-        self.seen: dict[Tensor, int] = {}
+        self.windows = Windows()
         self._stalled: set[Tensor] = set()
         self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
-    def before(self, batch: Mapping[LocalState, Numbers], audit_every: int) -> None:
+    def before(self, batch: Batch, audit_every: int) -> None:
         """Read what the next step reads of the samples. Call :meth:`after` when it has written."""
-        alike: dict[Numbers, list[LocalState]] = defaultdict(list)
-        for state, numbers in batch.items():
-            if state.parameter.numel():
-                alike[numbers].append(state)
-        for numbers, states in alike.items():
+        for numbers, members in batch.items():
+            states = [state for state in members if state.parameter.numel()]
+            if not states:
+                continue
             is_audited = (states[0].step + 1) % audit_every == 0
             if is_audited or not numbers.kernel.is_matrix:
                 sample = self._samples.get(states[0].owner)
@@ -186,10 +211,11 @@ class Auditor:
     def after(self) -> None:
         """Compare what was stored with what was intended."""
         for sample, states, numbers in self._followed:
-            step = states[0].step + 1
-            sample.end(states, step)
+            sample.step += 1
+            if numbers.kernel.how_it_ran not in (CPP, TRITON):  # which raise no version
+                sample.versions = versions_of(states)
             if sample.lane is not None:
-                self.fresh.append((sample, step, HostCopy(sample.sums(states, numbers))))
+                self.fresh.append((sample, sample.step, HostCopy(sample.sums(states, numbers))))
         self._followed = []
 
     def collect(self, names_of: Callable[[], Mapping[Tensor, str]]) -> list[Alarm]:
@@ -199,20 +225,13 @@ class Auditor:
         """
         alarms = []
         self.last = None
-        if self.fresh:
-            self.last = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
-            self.total.append(self.last)
+        parts = []
         for sample, step, sums in self.fresh:
             storage = sample.storage
-            for owner, row in zip(sample.owners, sums.cpu(), strict=True):
-                self.last += row
-                self.windows.setdefault(owner, deque(maxlen=WINDOW)).append(row)
-                self.seen[owner] = step
-                meant, stored, *_ = row.tolist()
-                is_whole = MIN_EDQ * meant <= stored <= meant / MIN_EDQ
-                if is_whole and owner not in self._stalled:
-                    continue
-                reading = read(self.windows[owner], step)
+            rows = sums.cpu()
+            parts.append(rows.sum(0))
+            self.windows.append(sample.owners, rows, step)
+            for owner, reading in zip(sample.owners, self.windows.read(sample.owners), strict=True):
                 # A stochastic storage stores rare updates on average, and a window may contain few.
                 is_rounded_at_random = storage.weight.rounding == "stochastic"
                 is_chance = is_rounded_at_random and reading.num_moved < FEWEST_MOVED
@@ -222,6 +241,9 @@ class Auditor:
                     self._stalled.add(owner)
                     name = names_of().get(owner, "")
                     alarms.append(Alarm(name, storage.name, storage.fallback, reading))
+        if parts:
+            self.last = torch.stack(parts).sum(0)
+            self.windows.append([None], self.last, max(step for _, step, _ in self.fresh))
         self.fresh = []
         return alarms
 
@@ -315,10 +337,11 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         inner.name_parameters(model)
     inner.settle()
     names = inner.parameter_names()
+    # A tensor may have left since the last step.
+    tensors = [tensor for tensor in auditor.windows.places if tensor in names]
     readings = Audit()
-    for parameter, window in auditor.windows.items():
-        if parameter in names:  # it may have left since the last step
-            readings[names[parameter]] = read(window, auditor.seen[parameter])
+    for tensor, reading in zip(tensors, auditor.windows.read(tensors), strict=True):
+        readings[names[tensor]] = reading
     if readings:
-        readings.total = read(auditor.total, max(auditor.seen.values()))
+        (readings.total,) = auditor.windows.read([None])
     return readings

@@ -25,6 +25,7 @@ from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
+from narrowgauge.optim.members import Members
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
@@ -137,6 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
         self._names: dict[Tensor, str] = {}
         self._tables: dict[Kernel, Table] = {}
+        self._members = Members()
         self._norm_tables: dict[torch.device, SquaresTable] = {}
 
     @property
@@ -441,8 +443,12 @@ class Optimizer(torch.optim.Optimizer):
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        counts = [state.entry["step"] for state in states]
-        torch._foreach_add_(counts, 1)
+        counts = []
+        for state in states:
+            counts.append(state.entry["step"].fill_(state.step + 1))
+            # The next forward pass needs their memory.
+            state.gradient = None
+            state.entry = {}
         skip = None
         if norm is not None or found_inf is not None:
             skip = HostCopy(control[1])
@@ -455,31 +461,28 @@ class Optimizer(torch.optim.Optimizer):
 
         Make missing ones, and collect the gradients, in the parameters' formats or float32.
         """
-        members = []
-        missing = []
+        parameters = []
+        group_gradients = []
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
             if gradient is None:
                 continue
-            if gradient.dtype not in (parameter.dtype, torch.float32):
+            dtype = gradient.dtype
+            if dtype is not parameter.dtype and dtype is not torch.float32:
                 gradient = gradient.float()
-            gradients.append(gradient)
-            entry = self.state.get(parameter, {})
-            if "step" not in entry:
-                missing.append(parameter)
-            members.append((parameter, gradient, entry))
-        self.make_missing(group, missing)
-        states = []
-        for parameter, gradient, entry in members:
-            if "step" not in entry:
-                entry = self.state[parameter]
-            state = self.kernels.local_part(group, parameter, entry)
+            parameters.append(parameter)
+            group_gradients.append(gradient)
+        gradients += group_gradients
+        self.make_missing(group, parameters)
+        entries = [self.state[p] for p in parameters]
+        states = self._members.states(self.kernels, group, parameters, entries)
+        for state, gradient in zip(states, group_gradients, strict=True):
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
-                validation.refuse_gradient(parameter, gradient)
-            # A kernel reads memory: a negative view must hold its values.
-            state.gradient = local.resolve_neg()
-            states.append(state)
+                validation.refuse_gradient(state.owner, gradient)
+            if local.is_neg():  # a kernel reads memory
+                local = local.resolve_neg()
+            state.gradient = local
         return states
 
     def settle(self) -> None:
@@ -563,6 +566,7 @@ class Optimizer(torch.optim.Optimizer):
             self.kernels = Kernels(self.rule)
         self._pending = None
         self.auditor = Auditor()
+        self._members = Members()
         self._tables.clear()
 
 
