@@ -38,10 +38,10 @@ def steps(edqs: list[float], weight: float = 1.0) -> Tensor:
 
 def reading_of(rows: Tensor) -> AuditedUpdates:
     """Return the reading of a window that is full, or not."""
-    empty = rows.new_zeros(WINDOW - len(rows), rows.shape[1])
-    window = torch.cat([rows, empty])
-    (reading,) = read(window[None], torch.tensor([len(rows)]), torch.tensor([1]))
-    return reading
+    window = rows.new_zeros(1, WINDOW, len(UPDATE_SUMS) + 1)
+    window[0, : len(rows), :-1] = rows
+    window[0, : len(rows), -1] = 1
+    return read(window)[0]
 
 
 def stalls(edqs: list[float]) -> bool:
@@ -77,15 +77,16 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     rows = {healthy: STORAGES["word"], stalled: STORAGES["naive"]}
     auditor = Auditor()
     raised = []
-    for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
+    shares = [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60
+    for step, share in enumerate(shares, 1):
         for owner, edq in ((healthy, 1.0), (stalled, share)):
             sample: Any = SimpleNamespace(owners=[owner], storage=rows[owner])
-            auditor.fresh.append((sample, 1, HostCopy(steps([edq]))))
+            auditor.fresh.append((sample, step, HostCopy(steps([edq]))))
         raised += auditor.collect(lambda: names)
         total = auditor.last
         assert total is not None and total[0] == 2.0 and total[1] == 1.0 + share
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
-    readings = auditor.windows.read([healthy, stalled, None])
+    readings = read(auditor.windows.rows)
     assert [reading.num_audits for reading in readings] == [WINDOW] * 3
     assert raised[0].message.startswith("'b' stores 35% of its update")
     assert raised[0].message.endswith("'word' would keep it.")

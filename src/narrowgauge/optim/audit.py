@@ -119,60 +119,44 @@ MESSAGE = (
 )
 
 
-def read(windows: Tensor, counts: Tensor, last_steps: Tensor) -> list[AuditedUpdates]:
-    """Return the metrics of windows of float64 ``UPDATE_SUMS``, ``[windows, audits, sums]``.
+def read(windows: Tensor) -> list[AuditedUpdates]:
+    """Return the metrics of windows: float64 ``UPDATE_SUMS`` and the step, ``[windows, WINDOW, 11]``,
+    zero where no step is yet.
 
     Sum first, then divide. The delta method gives the error of the EDQ, a ratio of sums over the
-    steps. ``counts`` are of the audits in each window: others are zero.
+    steps.
     """
-    dd, de, _, nonzero, lost, *_ = windows.unbind(2)
-    metrics = update_metrics(windows.sum(1))
-    spread = (de - metrics["edq"][:, None] * dd).square().sum(1) * counts / (counts - 1)
-    error = spread.sqrt() / dd.sum(1)
-    metrics["edq_error"] = torch.where(counts > 1, error, math.nan)
-    metrics["num_events"] = dd.sum(1).square() / dd.square().sum(1)
+    dd, de, _, nonzero, lost, *_, steps = windows.unbind(2)
+    total = dd.sum(1)
+    metrics = update_metrics(windows[:, :, :-1].sum(1))
+    count = (steps > 0).sum(1)
+    spread = (de - metrics["edq"][:, None] * dd).square().sum(1) * count / (count - 1)
+    metrics["edq_error"] = torch.where(count > 1, spread.sqrt() / total, math.nan)
+    metrics["num_events"] = total.square() / dd.square().sum(1)
     metrics["num_moved"] = (nonzero - lost).sum(1)
-    metrics["num_audits"] = counts
-    metrics["last_step"] = last_steps
-    readings = []
-    for row in torch.stack([metric.double() for metric in metrics.values()], 1).tolist():
-        values = dict(zip(metrics, row, strict=True))
-        values |= {name: int(values[name]) for name in ("num_audits", "last_step")}
-        readings.append(AuditedUpdates(**values))
-    return readings
+    metrics["num_audits"] = count
+    metrics["last_step"] = steps.amax(1).long()
+    columns = [metric.tolist() for metric in metrics.values()]
+    rows = zip(*columns, strict=True)
+    return [AuditedUpdates(**dict(zip(metrics, row, strict=True))) for row in rows]
 
 
 class Windows:
-    """Hold the last sums of tensors.
-
-    Attributes:
-        places: those of the tensors.
-        sums: float64 ``[tensors, WINDOW, sums]``, in no order, and zero where none are yet.
-        counts: the audits of each tensor so far.
-        seen: the step of each tensor's last audit.
-    """
+    """Hold the last sums of tensors, each with its step: float64 ``[tensors, WINDOW, 11]``."""
 
     def __init__(self) -> None:
         self.places: dict[Any, int] = {}
-        self.sums = torch.zeros(0, WINDOW, len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
-        self.counts = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self.seen = torch.zeros(0, dtype=torch.int64, device="cpu")
+        size = 0, WINDOW, len(UPDATE_SUMS) + 1
+        self.rows = torch.zeros(size, dtype=torch.float64, device="cpu")
 
-    def append(self, tensors: Sequence[Any], rows: Tensor, step: int) -> None:
-        """Add the sums of tensors in a step, in the place of the oldest ones."""
+    def append(self, tensors: Sequence[Any], sums: Tensor, step: int) -> Tensor:
+        """Put the sums of a step in the place of the oldest ones. Return the windows."""
         places = [self.places.setdefault(x, len(self.places)) for x in tensors]
-        num_new = len(self.places) - len(self.counts)
-        self.sums = torch.cat([self.sums, self.sums.new_zeros(num_new, *self.sums.shape[1:])])
-        self.counts = torch.cat([self.counts, self.counts.new_zeros(num_new)])
-        self.seen = torch.cat([self.seen, self.seen.new_zeros(num_new)])
-        self.sums[places, self.counts[places] % WINDOW] = rows
-        self.counts[places] += 1
-        self.seen[places] = step
-
-    def read(self, tensors: Sequence[Any]) -> list[AuditedUpdates]:
-        """Return the metrics of tensors."""
-        places = [self.places[x] for x in tensors]
-        return read(self.sums[places], self.counts[places].clamp(max=WINDOW), self.seen[places])
+        num_new = len(self.places) - len(self.rows)
+        self.rows = torch.cat([self.rows, self.rows.new_zeros(num_new, *self.rows.shape[1:])])
+        oldest = self.rows[places, :, -1].argmin(1)
+        self.rows[places, oldest] = torch.nn.functional.pad(sums, (0, 1), value=step)
+        return self.rows[places]
 
 
 class Auditor:
@@ -182,7 +166,7 @@ class Auditor:
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 10]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
-        windows: the last sums of each tensor, and those of all together, under ``None``.
+        windows: the last sums of each tensor, and under ``None`` those of all together.
     """
 
     def __init__(self) -> None:
@@ -225,13 +209,19 @@ class Auditor:
         """
         alarms = []
         self.last = None
-        parts = []
-        for sample, step, sums in self.fresh:
+        for sample, step, copy in self.fresh:
             storage = sample.storage
-            rows = sums.cpu()
-            parts.append(rows.sum(0))
-            self.windows.append(sample.owners, rows, step)
-            for owner, reading in zip(sample.owners, self.windows.read(sample.owners), strict=True):
+            sums = copy.cpu()
+            self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
+            windows = self.windows.append(sample.owners, sums, step)
+            dd, de = windows[:, :, :2].sum(1).unbind(1)
+            is_whole = (de >= MIN_EDQ * dd) & (de <= dd / MIN_EDQ)
+            readings = iter(read(windows[~is_whole]))
+            for owner, whole in zip(sample.owners, is_whole.tolist(), strict=True):
+                if whole:
+                    self._stalled.discard(owner)
+                    continue
+                reading = next(readings)
                 # A stochastic storage stores rare updates on average, and a window may contain few.
                 is_rounded_at_random = storage.weight.rounding == "stochastic"
                 is_chance = is_rounded_at_random and reading.num_moved < FEWEST_MOVED
@@ -241,9 +231,9 @@ class Auditor:
                     self._stalled.add(owner)
                     name = names_of().get(owner, "")
                     alarms.append(Alarm(name, storage.name, storage.fallback, reading))
-        if parts:
-            self.last = torch.stack(parts).sum(0)
-            self.windows.append([None], self.last, max(step for _, step, _ in self.fresh))
+        if self.last is not None:
+            last_step = max(step for _, step, _ in self.fresh)
+            self.windows.append([None], self.last[None], last_step)
         self.fresh = []
         return alarms
 
@@ -337,11 +327,10 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         inner.name_parameters(model)
     inner.settle()
     names = inner.parameter_names()
-    # A tensor may have left since the last step.
-    tensors = [tensor for tensor in auditor.windows.places if tensor in names]
+    names |= {None: ""}
     readings = Audit()
-    for tensor, reading in zip(tensors, auditor.windows.read(tensors), strict=True):
-        readings[names[tensor]] = reading
-    if readings:
-        (readings.total,) = auditor.windows.read([None])
+    for tensor, reading in zip(auditor.windows.places, read(auditor.windows.rows), strict=True):
+        if tensor in names:  # it may have left since the last step
+            readings[names[tensor]] = reading
+    readings.total = readings.pop("", None)
     return readings

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import word_of
-from narrowgauge.torch_support.torch_names import to_device
 
 ELEMENTS = 256
 """Elements of a tensor."""
@@ -167,11 +165,9 @@ class Sample:
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
-        number = np.repeat(np.arange(len(states)), [len(places) for places in self.places])
-        sums = terms[0].new_zeros(len(states), len(terms))
-        return sums.index_add_(
-            0, to_device(torch.from_numpy(number), sums.device), torch.stack(terms, 1)
-        )
+        counts = [len(places) for places in self.places]
+        sums = [part.sum(1) for part in torch.stack(terms).split(counts, 1)]
+        return torch.stack(sums)
 
 
 def versions_of(states: States) -> list[int]:
