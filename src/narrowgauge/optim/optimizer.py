@@ -25,7 +25,7 @@ from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
-from narrowgauge.optim.members import Members
+from narrowgauge.optim.members import local_state
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
@@ -138,7 +138,6 @@ class Optimizer(torch.optim.Optimizer):
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
         self._names: dict[Tensor, str] = {}
         self._tables: dict[Kernel, Table] = {}
-        self._members = Members()
         self._norm_tables: dict[torch.device, SquaresTable] = {}
 
     @property
@@ -461,8 +460,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Make missing ones, and collect the gradients, in the parameters' formats or float32.
         """
-        parameters = []
-        group_gradients = []
+        members = []
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
             if gradient is None:
@@ -470,19 +468,19 @@ class Optimizer(torch.optim.Optimizer):
             dtype = gradient.dtype
             if dtype is not parameter.dtype and dtype is not torch.float32:
                 gradient = gradient.float()
-            parameters.append(parameter)
-            group_gradients.append(gradient)
-        gradients += group_gradients
-        self.make_missing(group, parameters)
-        entries = [self.state[p] for p in parameters]
-        states = self._members.states(self.kernels, group, parameters, entries)
-        for state, gradient in zip(states, group_gradients, strict=True):
+            gradients.append(gradient)
+            members.append((parameter, gradient))
+        self.make_missing(group, [parameter for parameter, _ in members])
+        states = []
+        for parameter, gradient in members:
+            state = local_state(self.kernels, group, parameter, self.state[parameter])
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
-                validation.refuse_gradient(state.owner, gradient)
+                validation.refuse_gradient(parameter, gradient)
             if local.is_neg():  # a kernel reads memory
                 local = local.resolve_neg()
             state.gradient = local
+            states.append(state)
         return states
 
     def settle(self) -> None:
@@ -566,7 +564,6 @@ class Optimizer(torch.optim.Optimizer):
             self.kernels = Kernels(self.rule)
         self._pending = None
         self.auditor = Auditor()
-        self._members = Members()
         self._tables.clear()
 
 

@@ -27,10 +27,10 @@ from narrowgauge.spec.storages import WINDOW
 class State(dict[str, Any]):
     """Hold the tensors of one parameter by name. A packed state has another name than torch's.
 
-    ``local`` is what the last step made of it on a CPU, which no copy has.
+    ``kept`` is what the last step made of it on a CPU, and from what. No copy has it.
     """
 
-    local: Any = None
+    kept: Any = (None, None)
 
     def __getstate__(self) -> None:
         return None

@@ -57,22 +57,22 @@ class Step:
         """Step the states of param groups."""
         if self.control.is_cpu and self.control[1]:
             return  # skipped
-        batch: dict[Numbers, list[LocalState]] = {}
+        batches: dict[Kernel, dict[Numbers, list[LocalState]]] = defaultdict(dict)
         for group, states in work:
             alike: dict[tuple[Kernel, int], list[LocalState]] = defaultdict(list)
             for state in states:
                 alike[state.kernel, state.step + 1].append(state)
             for (kernel, count), members in alike.items():
                 scalars = kernel.rule.prepare(group, count)
-                seed = step_seed(group["seed"], count)
-                numbers = Numbers(kernel, self.control, scalars, seed)
+                numbers = Numbers(kernel, self.control, scalars, step_seed(group["seed"], count))
                 if not kernel.is_matrix:
-                    batch[numbers] = members
+                    batches[kernel][numbers] = members
                     continue
                 for state in members:
                     if state.owner.numel():
                         self._step_matrix(state, numbers, group)
-        self._write(batch)
+        for kernel, batch in batches.items():
+            self._write(kernel, batch)
 
     def _step_matrix(self, state: LocalState, numbers: Numbers, options: Mapping[str, Any]) -> None:
         """Step one parameter by a matrix rule."""
@@ -88,32 +88,26 @@ class Step:
                 _direct(state, part, (place,), options, numbers)
         state.change = own_part(owner, matrix.view(owner.shape))
         del matrix
-        self._write({numbers: [state]})
+        self._write(state.kernel, {numbers: [state]})
         state.change = None
 
-    def _write(self, batch: Batch) -> None:
-        """Step elementwise rules, or write the changes of matrices."""
+    def _write(self, kernel: Kernel, batch: Batch) -> None:
+        """Step an elementwise rule, or write the changes of matrices: by one launch, or by the
+        definition.
+        """
         if self.audit_every:
             self.auditor.before(batch, self.audit_every)
-        members: dict[Kernel, dict[Numbers, Sequence[LocalState]]] = defaultdict(dict)
-        for numbers, states in batch.items():
-            members[numbers.kernel][numbers] = states
-        for kernel, alike in members.items():
-            self._step_kernel(kernel, alike)
-        self.auditor.after()
-
-    def _step_kernel(self, kernel: Kernel, batch: Batch) -> None:
-        """Step by one launch, or by the definition."""
         reason = self._choose(kernel, list(chain.from_iterable(batch.values())))
         if not reason and kernel.how_it_ran != TORCH:
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
             self.tables[kernel].step(batch, self.control)
-            return
-        run = definition.run if reason else definition.run_compiled
-        for numbers, states in batch.items():
-            for state in states:
-                run(state, numbers)
+        else:
+            run = definition.run if reason else definition.run_compiled
+            for numbers, states in batch.items():
+                for state in states:
+                    run(state, numbers)
+        self.auditor.after()
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
