@@ -14,7 +14,7 @@ from torch import Tensor
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim import GaLore, sample
-from narrowgauge.optim.audit import FEWEST, WINDOW, AuditedUpdates, Auditor, read
+from narrowgauge.optim.audit import FEWEST, WINDOW, AuditedUpdates, Auditor, read, reading_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.torch_names import HostCopy
@@ -36,24 +36,24 @@ def steps(edqs: list[float], weight: float = 1.0) -> Tensor:
     return torch.stack(rows)
 
 
-def reading_of(rows: Tensor) -> AuditedUpdates:
+def reading_of_steps(rows: Tensor) -> AuditedUpdates:
     """Return the reading of a window that is full, or not."""
     window = rows.new_zeros(1, WINDOW, len(UPDATE_SUMS) + 1)
     window[0, : len(rows), :-1] = rows
     window[0, : len(rows), -1] = 1
-    return read(window)[0]
+    return reading_of(read(window), 0)
 
 
 def stalls(edqs: list[float]) -> bool:
-    return reading_of(steps(edqs)).stalls
+    return reading_of_steps(steps(edqs)).stalls
 
 
 def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
     assert not stalls([0.1] * (FEWEST - 1)) and stalls([0.1] * FEWEST)
     assert not stalls([MIN_EDQ] * WINDOW)
     one_event = torch.cat([steps([0.1]), steps([0.1] * 7, weight=1e-3)])
-    assert not reading_of(one_event).stalls
-    nothing = reading_of(steps([math.nan] * 10, weight=0.0))
+    assert not reading_of_steps(one_event).stalls
+    nothing = reading_of_steps(steps([math.nan] * 10, weight=0.0))
     assert math.isnan(nothing.edq) and math.isnan(nothing.edq_error) and not nothing.stalls
 
 
@@ -86,8 +86,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
         total = auditor.last
         assert total is not None and total[0] == 2.0 and total[1] == 1.0 + share
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
-    readings = read(auditor.windows.rows)
-    assert [reading.num_audits for reading in readings] == [WINDOW] * 3
+    assert read(auditor.windows)["num_audits"].tolist() == [WINDOW] * 3
     assert raised[0].message.startswith("'b' stores 35% of its update")
     assert raised[0].message.endswith("'word' would keep it.")
 

@@ -68,6 +68,7 @@ class AuditedUpdates:
         num_events: audits of equal weight that the window is worth, by the sizes of D.
         num_moved: intended element changes that changed the stored value, over the window.
         last_step: the last audited step.
+        stalls: whether updates are lost, or too large, with statistical certainty.
     """
 
     edq: float
@@ -81,14 +82,7 @@ class AuditedUpdates:
     num_events: float
     num_moved: float
     last_step: int
-
-    @property
-    def stalls(self) -> bool:
-        """Tell whether updates are lost, or too large, with statistical certainty."""
-        if self.num_audits < FEWEST or self.num_events < FEWEST_EVENTS:
-            return False
-        width = student_t(self.num_audits - 1, CONFIDENCE) * self.edq_error
-        return self.edq + width < MIN_EDQ or self.edq - width > 1 / MIN_EDQ
+    stalls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +113,9 @@ MESSAGE = (
 )
 
 
-def read(windows: Tensor) -> list[AuditedUpdates]:
-    """Return the metrics of windows: float64 ``UPDATE_SUMS`` and the step, ``[windows, WINDOW, 11]``,
-    zero where no step is yet.
+def read(windows: Tensor) -> dict[str, Tensor]:
+    """Return the fields of :class:`AuditedUpdates` of windows: float64 ``UPDATE_SUMS`` and the step,
+    ``[windows, WINDOW, 11]``, zero where no step is yet.
 
     Sum first, then divide. The delta method gives the error of the EDQ, a ratio of sums over the
     steps.
@@ -129,34 +123,29 @@ def read(windows: Tensor) -> list[AuditedUpdates]:
     dd, de, _, nonzero, lost, *_, steps = windows.unbind(2)
     total = dd.sum(1)
     metrics = update_metrics(windows[:, :, :-1].sum(1))
+    edq = metrics["edq"]
     count = (steps > 0).sum(1)
-    spread = (de - metrics["edq"][:, None] * dd).square().sum(1) * count / (count - 1)
-    metrics["edq_error"] = torch.where(count > 1, spread.sqrt() / total, math.nan)
-    metrics["num_events"] = total.square() / dd.square().sum(1)
-    metrics["num_moved"] = (nonzero - lost).sum(1)
-    metrics["num_audits"] = count
-    metrics["last_step"] = steps.amax(1).long()
-    columns = [metric.tolist() for metric in metrics.values()]
-    rows = zip(*columns, strict=True)
-    return [AuditedUpdates(**dict(zip(metrics, row, strict=True))) for row in rows]
+    spread = (de - edq[:, None] * dd).square().sum(1) * count / (count - 1)
+    error = torch.where(count > 1, spread.sqrt() / total, math.nan)
+    num_events = total.square() / dd.square().sum(1)
+    factors = [student_t(max(1, number - 1), CONFIDENCE) for number in count.tolist()]
+    width = error * error.new_tensor(factors)
+    is_off = (edq + width < MIN_EDQ) | (edq - width > 1 / MIN_EDQ)
+    return {
+        **metrics,
+        "edq_error": error,
+        "num_audits": count,
+        "num_events": num_events,
+        "num_moved": (nonzero - lost).sum(1),
+        "last_step": steps.amax(1).long(),
+        "stalls": is_off & (count >= FEWEST) & (num_events >= FEWEST_EVENTS),
+    }
 
 
-class Windows:
-    """Hold the last sums of tensors, each with its step: float64 ``[tensors, WINDOW, 11]``."""
-
-    def __init__(self) -> None:
-        self.places: dict[Any, int] = {}
-        size = 0, WINDOW, len(UPDATE_SUMS) + 1
-        self.rows = torch.zeros(size, dtype=torch.float64, device="cpu")
-
-    def append(self, tensors: Sequence[Any], sums: Tensor, step: int) -> Tensor:
-        """Put the sums of a step in the place of the oldest ones. Return the windows."""
-        places = [self.places.setdefault(x, len(self.places)) for x in tensors]
-        num_new = len(self.places) - len(self.rows)
-        self.rows = torch.cat([self.rows, self.rows.new_zeros(num_new, *self.rows.shape[1:])])
-        oldest = self.rows[places, :, -1].argmin(1)
-        self.rows[places, oldest] = torch.nn.functional.pad(sums, (0, 1), value=step)
-        return self.rows[places]
+def reading_of(metrics: Mapping[str, Tensor], place: int) -> AuditedUpdates:
+    """Return the reading of one window."""
+    values: dict[str, Any] = {name: metric[place].item() for name, metric in metrics.items()}
+    return AuditedUpdates(**values)
 
 
 class Auditor:
@@ -166,13 +155,16 @@ class Auditor:
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 10]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
-        windows: the last sums of each tensor, and under ``None`` those of all together.
+        windows: the last sums of each tensor, as :func:`read` takes them.
+        places: those of the tensors in ``windows``. ``None`` stands for all together.
     """
 
     def __init__(self) -> None:
         self.fresh: list[tuple[Sample, int, HostCopy]] = []
         self.last: Tensor | None = None
-        self.windows = Windows()
+        size = 0, WINDOW, len(UPDATE_SUMS) + 1
+        self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.places: dict[Tensor | None, int] = {}
         self._stalled: set[Tensor] = set()
         self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
@@ -202,6 +194,16 @@ class Auditor:
                 self.fresh.append((sample, sample.step, HostCopy(sample.sums(states, numbers))))
         self._followed = []
 
+    def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> Tensor:
+        """Put the sums of a step in the place of the oldest ones. Return the windows."""
+        places = [self.places.setdefault(owner, len(self.places)) for owner in owners]
+        num_new = len(self.places) - len(self.windows)
+        empty = self.windows.new_zeros(num_new, *self.windows.shape[1:])
+        self.windows = torch.cat([self.windows, empty])
+        oldest = self.windows[places, :, -1].argmin(1)
+        self.windows[places, oldest] = torch.nn.functional.pad(sums, (0, 1), value=step)
+        return self.windows[places]
+
     def collect(self, names_of: Callable[[], Mapping[Tensor, str]]) -> list[Alarm]:
         """Move the new sums into the windows. Return the tensors that begin to stall.
 
@@ -213,27 +215,23 @@ class Auditor:
             storage = sample.storage
             sums = copy.cpu()
             self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
-            windows = self.windows.append(sample.owners, sums, step)
-            dd, de = windows[:, :, :2].sum(1).unbind(1)
-            is_whole = (de >= MIN_EDQ * dd) & (de <= dd / MIN_EDQ)
-            readings = iter(read(windows[~is_whole]))
-            for owner, whole in zip(sample.owners, is_whole.tolist(), strict=True):
-                if whole:
+            metrics = read(self._append(sample.owners, sums, step))
+            for place, stalls in enumerate(metrics["stalls"].tolist()):
+                owner = sample.owners[place]
+                if not stalls:
                     self._stalled.discard(owner)
                     continue
-                reading = next(readings)
                 # A stochastic storage stores rare updates on average, and a window may contain few.
                 is_rounded_at_random = storage.weight.rounding == "stochastic"
-                is_chance = is_rounded_at_random and reading.num_moved < FEWEST_MOVED
-                if not reading.stalls:
-                    self._stalled.discard(owner)
-                elif owner not in self._stalled and not is_chance:
+                is_chance = is_rounded_at_random and metrics["num_moved"][place] < FEWEST_MOVED
+                if owner not in self._stalled and not is_chance:
                     self._stalled.add(owner)
                     name = names_of().get(owner, "")
+                    reading = reading_of(metrics, place)
                     alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         if self.last is not None:
             last_step = max(step for _, step, _ in self.fresh)
-            self.windows.append([None], self.last[None], last_step)
+            self._append([None], self.last[None], last_step)
         self.fresh = []
         return alarms
 
@@ -327,10 +325,11 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         inner.name_parameters(model)
     inner.settle()
     names = inner.parameter_names()
-    names |= {None: ""}
+    metrics = read(auditor.windows)
     readings = Audit()
-    for tensor, reading in zip(auditor.windows.places, read(auditor.windows.rows), strict=True):
-        if tensor in names:  # it may have left since the last step
-            readings[names[tensor]] = reading
-    readings.total = readings.pop("", None)
+    for tensor, place in auditor.places.items():
+        if tensor is None:
+            readings.total = reading_of(metrics, place)
+        elif tensor in names:  # it may have left since the last step
+            readings[names[tensor]] = reading_of(metrics, place)
     return readings

@@ -14,7 +14,7 @@ from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.state import LocalState, State
 
 
-def local_state(
+def local_state_of(
     kernels: Kernels, group: Group, parameter: Tensor, entry: dict[str, Any]
 ) -> LocalState:
     """Return the local state of a parameter, whose entry in ``optimizer.state`` is given."""

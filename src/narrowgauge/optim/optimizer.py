@@ -25,7 +25,7 @@ from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
-from narrowgauge.optim.members import local_state
+from narrowgauge.optim.members import local_state_of
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
@@ -473,7 +473,7 @@ class Optimizer(torch.optim.Optimizer):
         self.make_missing(group, [parameter for parameter, _ in members])
         states = []
         for parameter, gradient in members:
-            state = local_state(self.kernels, group, parameter, self.state[parameter])
+            state = local_state_of(self.kernels, group, parameter, self.state[parameter])
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
                 validation.refuse_gradient(parameter, gradient)
