@@ -18,12 +18,12 @@ def local_state_of(
     kernels: Kernels, group: Group, parameter: Tensor, entry: dict[str, Any]
 ) -> LocalState:
     """Return the local state of a parameter, whose entry in ``optimizer.state`` is given."""
-    if not parameter.is_cpu or type(parameter) not in (nn.Parameter, Tensor):
-        return kernels.local_part(group, parameter, entry)
-    made_from = [group["storage"], group.get("rule"), bool(group.get("momentum")), *entry]
-    for tensor in (parameter, *entry.values()):
-        if isinstance(tensor, Tensor):
-            made_from += id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
+    made_from: list[Any] = []
+    if parameter.is_cpu and type(parameter) in (nn.Parameter, Tensor):
+        made_from += group["storage"], group.get("rule"), bool(group.get("momentum")), *entry
+        for tensor in (parameter, *entry.values()):
+            if isinstance(tensor, Tensor):
+                made_from += id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
     kept: Any = getattr(entry, "kept", (None, None))
     state: LocalState
     if made_from == kept[0]:
@@ -32,7 +32,8 @@ def local_state_of(
         state.step = int(entry["step"])
         return state
     state = kernels.local_part(group, parameter, entry)
-    # A matrix rule's depends on more options.
-    if isinstance(entry, State) and not state.kernel.is_matrix:
-        entry.kept = made_from, state
+    if isinstance(entry, State):
+        entry.kept = None, None
+        if made_from and not state.kernel.is_matrix:  # whose depends on more options
+            entry.kept = made_from, state
     return state

@@ -329,7 +329,7 @@ class Optimizer(torch.optim.Optimizer):
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        missing = [p for p in parameters if "step" not in self.state.get(p, ())]
+        missing = [p for p in parameters if not self.has_state(p)]
         for parameter in missing:
             state = self.kernels.new_state(group, parameter)
             state.update(self.state.get(parameter, {}))  # notes of other code
