@@ -183,6 +183,27 @@ def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses() -> 
         assert optimizer.stored(first, "exp_avg").any()
 
 
+@pytest.mark.parametrize("storage", ["exact", "compact"])
+def test_a_tensor_that_takes_the_place_of_another_is_stepped(storage: str) -> None:
+    """As an object of the state, or as an object's memory."""
+    outcomes = []
+    for way in ("in place", "object", "memory"):
+        optimizer = trained(storage)
+        for state in optimizer.state.values():
+            for name in state.keys() - {"step"}:
+                new = state[name].flip(0)
+                if way == "in place":
+                    state[name].copy_(new)
+                elif way == "object":
+                    state[name] = new
+                else:
+                    state[name].data = new
+        take_steps(optimizer, range(2))
+        outcomes.append(everything(optimizer))
+    assert_same_bits(outcomes[0], outcomes[1])
+    assert_same_bits(outcomes[0], outcomes[2])
+
+
 @pytest.mark.parametrize("storage", ["float16/split", "float16/master", "word"])
 @pytest.mark.parametrize("size", [1e-9, 1e6])
 def test_a_float32_gradient_of_a_16_bit_weight_is_read_as_it_is(storage: str, size: float) -> None:

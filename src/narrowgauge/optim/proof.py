@@ -52,8 +52,8 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
             actual.change = to_device(expected.change, device)
         run(expected, numbers)
         pairs.append((actual, expected))
-    batch = {actual: numbers for actual, _ in pairs}
-    Table(rule, storage, device).step(batch, to_device(control, device))
+    states = [actual for actual, _ in pairs]
+    Table(rule, storage, device).step({numbers: states}, to_device(control, device))
     for ours, theirs in pairs:
         # What a step stores. A stored NaN has one pattern of bits.
         stored = zip(

@@ -3,8 +3,8 @@
 A tensor has the shape and strides of its parameter, and is a DTensor if the parameter is one. It
 has torch's name only if it is the whole state as a float: ``exp_avg`` in float32 or bfloat16. Codes
 have names of their own (``packed``, ``exp_avg_bits``); :mod:`narrowgauge.optim.values` reads and
-writes them. A step reads the dict through a :class:`LocalState`, which lives as long as the step:
-what a script changes, moves or removes between two steps is seen by the next one.
+writes them. A step reads the dict through a :class:`LocalState`: what a script changes, moves or
+removes between two steps is seen by the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from narrowgauge.spec.storages import WINDOW
 
 
 class State(dict[str, Any]):
-    """Hold the tensors of one parameter by name. A packed state has another name than torch's."""
+    """Hold the tensors of one parameter by name. A packed state has another name than torch's.
+
+    ``kept`` is what the last step made of it on a CPU, and from what. No copy has it.
+    """
+
+    kept: Any = (None, None)
+
+    def __getstate__(self) -> None:
+        return None
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(
