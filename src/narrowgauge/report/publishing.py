@@ -8,7 +8,6 @@ from pathlib import Path
 
 from narrowgauge.errors import NarrowgaugeError, RecordError, require_package
 from narrowgauge.measuring.comparison import Comparison, compare_runs
-from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.places import is_page, run_folders
 from narrowgauge.runs.record import Run, read_run
@@ -94,12 +93,6 @@ def write_report(
 
 
 def publish(comparison: Comparison, runs: Sequence[Run], out: Path) -> Path:
-    """Write ``compare.json``, ``differences.svg`` and ``report.html`` into a folder.
-
-    Return the path of the page.
-    """
+    """Write ``compare.json`` and ``report.html`` into a folder. Return the path of the page."""
     write_whole(out / "compare.json", comparison.json())
-    figure = interval_figure(comparison)
-    if figure:
-        write_whole(out / "differences.svg", figure.encode())
     return write_report(comparison, runs, out / "report.html")
