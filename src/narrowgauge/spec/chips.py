@@ -35,7 +35,6 @@ class Chip:
         network_gbit_per_second: usual network between nodes, per chip and direction. The default is
             a network card on a PCIe slot: 8 chips share one port of 200.
         chips_per_node: in usual nodes of this chip.
-        official: all values are the vendor's.
         device: the name that its driver reports, if known.
     """
 
@@ -54,7 +53,6 @@ class Chip:
     peers: int | None = None
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
-    official: bool = True
     device: str = ""
 
     @property
@@ -98,7 +96,7 @@ CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_dat
 def get_chip(name: str) -> Chip:
     """Return the chip of that name, ignoring case and separators.
 
-    An unambiguous prefix is enough; H20 is not a prefix of H200.
+    An unambiguous prefix is enough.
 
     Raises:
         ChipError: no chip has that name, or several match the prefix.

@@ -145,11 +145,8 @@ _FORMATS = (
     Format("float8_e4m3fnuz", 8, 4, 3, 8, "negative_zero", "float8_e4m3 on AMD CDNA3", _FNUZ),
     Format("float8_e5m2fnuz", 8, 5, 2, 16, "negative_zero", "float8_e5m2 on AMD CDNA3", _FNUZ),
     Format("float8_e8m0fnu", 8, 8, 0, 127, "all_ones", "the scale of an MX block", _MX, kind="scale"),
-    Format("float6_e3m2fn", 6, 3, 2, 3, "none", "MXFP6 elements with range", _MX),
-    Format("float6_e2m3fn", 6, 2, 3, 1, "none", "MXFP6 elements with precision", _MX),
     Format("float4_e2m1fn", 4, 2, 1, 1, "none", "MXFP4 and NVFP4 elements", _MX),
     Format("int8", 8, 0, 7, 0, "none", "integer matmuls, codes with a scale", _INT, kind="int"),
-    Format("int4", 4, 0, 3, 0, "none", "weights with a scale per group", _INT, kind="int"),
 )  # fmt: skip
 
 FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}
