@@ -76,18 +76,8 @@ class Chip:
         return 1e12 * self.peak_tflops[format]
 
     def rate_format(self, format: str) -> str:
-        """Return the format whose printed rate applies when the chip multiplies ``format``.
-
-        Example:
-            >>> [get_chip(chip).rate_format("float8_e4m3fn") for chip in ("H100-SXM", "MI300X")]
-            ['float8_e4m3fn', 'float8_e4m3fnuz']
-        """
-        name = "float8_e4m3fn" if format == "float8_e5m2" else format
-        # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
-        amd_name = f"{name}uz"
-        if name not in self.peak_tflops and amd_name in self.peak_tflops:
-            return amd_name
-        return name
+        """Return the format whose printed rate applies when the chip multiplies ``format``."""
+        return "float8_e4m3fn" if format == "float8_e5m2" else format
 
 
 CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
@@ -96,7 +86,7 @@ CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_dat
 def get_chip(name: str) -> Chip:
     """Return the chip of that name, ignoring case and separators.
 
-    An unambiguous prefix is enough.
+    An unambiguous prefix is enough; H20 is not a prefix of H200.
 
     Raises:
         ChipError: no chip has that name, or several match the prefix.
