@@ -291,7 +291,7 @@ def report(runs: tuple[Path, ...], out: Path | None, inline: bool) -> None:
     """
     from narrowgauge.report import publishing
 
-    click.echo(publishing.report(runs, out, partial(click.echo, err=True), inline=inline))
+    click.echo(publishing.report(runs, out, inline=inline))
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")
