@@ -63,7 +63,8 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(
     assert console == [] and "data-broken" not in dom[:600]
     num_curves = len(re.findall(r'<div id="curve-\d"', report))
     drawn = re.findall(r'<div id="curve-\d"[^>]*js-plotly-plot', dom)
-    assert num_curves == len(drawn) == 2
+    assert num_curves == len(drawn) == 2 and dom.count('data-title="Download plot"') == 3
+    assert report.count('"format": "svg"') == 3
     assert "&lt;script&gt;document." in dom
     body = report.partition("</head>")[2]
     assert not re.search(r"(?:src|href)=[\"']?https?:", body) and len(body) < 200_000

@@ -96,16 +96,6 @@ def test_what_is_not_ours_to_write_is_refused_and_unchanged(
     unlock(held_by)
 
 
-@pytest.mark.parametrize("command", sorted(WRITE))
-def test_an_empty_path_is_no_path(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [word if word != "PLACE" else "" for word in WRITE[command].split()]
-    result = call(*words)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "empty" in result.stderr
-
-
 def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
     run = run_at(tmp_path / "run")
     assert call("report", str(run)).exit_code == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from narrowgauge.errors import RecordError
-from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import Record
@@ -156,13 +154,3 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
         with pytest.raises(RecordError, match=words):
             record.append("steps", {"step": 5, "loss": 0.0})
     assert read_run(folder).steps == before and not read_run(folder).notes
-
-
-def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
-    damaged = shutil.copytree(folder, folder.with_name("damaged"))
-    (damaged / "run.toml").write_text("recipe = ")
-    messages: list[str] = []
-    assert [run.path for run in read_runs([folder.parent], messages.append)] == [folder]
-    assert len(messages) == 1 and "damaged/run.toml is damaged" in messages[0]
-    with pytest.raises(RecordError, match="is damaged"):
-        read_runs([folder, damaged], messages.append)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -66,7 +65,7 @@ def plan_group(context: click.Context) -> None:
 )
 @click.option("--chips", metavar="N,M,…", type=_COUNTS, help="Numbers of chips.  [default: 1]")
 @click.option(
-    "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
+    "--cluster", metavar="FILE", multiple=True, type=flags.PATH,
     help="A TOML file of chips, nodes and network, instead of --chip; several are compared.",
 )  # fmt: skip
 @click.option("--sequence-length", type=_COUNT, metavar="N", help="[default: 4096 at most]")

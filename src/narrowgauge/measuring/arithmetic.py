@@ -2,8 +2,7 @@
 
 Two correct machines may differ in their last bits, and so may one machine under two settings. They
 add in another order, fuse a multiplication with an addition, or round a function differently. Each
-operation is a probe. Rows of ``runs/data/probes.toml`` have the same names, and say how a
-difference shows in a run.
+operation is a probe.
 
 The numbers are made from integers alone, so they are equal on every machine. No random number is
 drawn and no setting changed.
@@ -73,10 +72,7 @@ PROBES: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": _attention,
     "sum of a tensor": lambda x: x.sum(),
 }
-"""Each operation by its name in ``probes.toml``.
-
-It takes the fixed numbers on the measured device.
-"""
+"""Each operation by its name. It takes the fixed numbers on the measured device."""
 
 
 def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:

@@ -26,7 +26,7 @@ from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
-from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
+from narrowgauge.runs.atomic_io import read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 
@@ -275,7 +275,7 @@ class Certificate:
         if written is None:
             return {"": f"nothing was compared, because {file} is gone"}
         now = snapshot({**self._objects, **objects}, {}) | generators()
-        return compare(load_json(written), now, "after the load", [])
+        return compare(json.loads(written), now, "after the load", [])
 
 
 def _file(path: str | Path) -> Path:

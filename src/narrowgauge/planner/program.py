@@ -56,7 +56,7 @@ class Program:
             the frozen weights too.
         layout: fields of the layouts that it runs, where the question names none.
         ours: whether it takes this project's optimizers; else ``master`` is planned by default.
-        text, source: its name in sentences, and where the fields are from.
+        text: its name in sentences.
     """
 
     name: str
@@ -71,7 +71,6 @@ class Program:
     layout: str = ""
     ours: bool = True
     text: str = field(default="", compare=False)
-    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

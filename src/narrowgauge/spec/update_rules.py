@@ -27,7 +27,6 @@ class UpdateRule:
         settings: those of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, as
             language models are trained.
         options: its own, with their usual values for language models.
-        rate: factor on AdamW's usual peak learning rates; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each.
             (A momentum of SGD is extra.)
@@ -39,7 +38,6 @@ class UpdateRule:
     purpose: str
     settings: Mapping[str, float]
     options: Mapping[str, Any] = field(default_factory=dict)
-    rate: float | None = 1.0
     is_matrix: bool = False
     moments: tuple[tuple[str, str], ...] = ()
     source: str = field(default="", kw_only=True)
@@ -96,12 +94,10 @@ _RULES = (
     UpdateRule(
         "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
         {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
-        rate=None,  # its steps are as large as the gradient, which no rule of a model's size knows
         source="Sutskever et al., ICML 2013",
     ),
     UpdateRule(
         "lion", "Lion", "one moment; its sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
-        rate=1 / 3,  # of 3 to 10 in the paper, with as much more decay
         moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
     ),
     UpdateRule(
@@ -109,7 +105,6 @@ _RULES = (
         {
             "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw",
         },
-        # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
     ),
     UpdateRule(
