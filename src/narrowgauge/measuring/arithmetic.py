@@ -11,7 +11,6 @@ drawn and no setting changed.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -20,12 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.torch_support.machine import processor_name
-
-_VARIABLES = (
-    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
-    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
-)  # fmt: skip
-"""Variables by which the libraries choose their kernels."""
 
 
 def fixed_numbers() -> Tensor:
@@ -111,7 +104,4 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         settings["cudnn"] = str(torch.backends.cudnn.version())
         reduced = matmul.allow_bf16_reduced_precision_reduction
         settings["reduced sums of bfloat16"] = str(reduced).lower()
-    for name in _VARIABLES:
-        if os.environ.get(name):
-            settings[name] = os.environ[name]
     return settings

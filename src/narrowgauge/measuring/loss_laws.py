@@ -61,11 +61,10 @@ def spikes(tell: Tell, name: str) -> Law:
     """Read losses or norms far above the median of the last 30 steps: norms by their logarithm.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
-    a loss. A spike does not enter the statistics; after 50 in a row they are the new level.
+    a loss. A spike does not enter the statistics.
     """
     is_norm = name == "grad_norm"
     values: deque[float] = deque(maxlen=100)
-    beyond: list[float] = []
     while True:
         step = yield
         shown = getattr(step, name)
@@ -80,16 +79,10 @@ def spikes(tell: Tell, name: str) -> Law:
             limit = level + KINDS["spike"].bound * max(noise, least)
         if value <= limit:
             values.append(value)
-            beyond = []
-            continue
-        if is_norm:
+        elif is_norm:
             tell("spike", "", shown, None, math.exp(min(limit, 700.0)), stage="gradient")
         else:
             tell("spike", "", shown, None, limit)
-        beyond.append(value)
-        if len(beyond) >= 50:
-            values = deque(beyond, maxlen=100)
-            beyond = []
 
 
 def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:

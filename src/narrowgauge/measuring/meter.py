@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer as AnyOptimizer
 
 from narrowgauge.measuring.hooks import Hub, Listener
-from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
+from narrowgauge.measuring.numbers import Numbers, norms_of
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of
 from narrowgauge.measuring.samples import Sample, in_turn, measured, samples_of, take
@@ -276,7 +276,7 @@ class Meter(Listener):
         stored = dict.fromkeys(_true(read["behind"]), 0.0)
         for name, meant in read["meant"].items():
             if 0 < meant < math.inf:
-                stored.setdefault(name, shortened(read["stored"][name] / meant))
+                stored.setdefault(name, read["stored"][name] / meant)
         row: Row = {
             "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
@@ -288,12 +288,12 @@ class Meter(Listener):
         }
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
-            row["largest"] = shortened(sizes[row["largest_in"]])
+            row["largest"] = sizes[row["largest_in"]]
         with_gradient = {*_true(norms)}
         if with_gradient:
             row["zero"] = sorted((self._missing | {*norms}) - with_gradient)
         if self._is_whole:
-            row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
+            row["arrived"] = math.hypot(*norms.values()) * control.get("clip", 1.0)
         return row
 
     def _largest_rate(self) -> float:

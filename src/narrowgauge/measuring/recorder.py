@@ -287,8 +287,7 @@ class RunRecorder:
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
 
-        After a resume, :meth:`go_back` warns of each kind of state that differs from them, causes
-        first.
+        After a resume, :meth:`go_back` warns of each kind of state that differs from them.
 
         Args:
             path: the file or folder of the checkpoint.

@@ -1,9 +1,8 @@
 """Compare the shadow of a step with the shadow of the plain loss in one process.
 
 Both are without roundings, so they are equal or the step computes another gradient: a factor, or
-another distance. With several ranks each process makes the
-plain pass over the batches of all. Collectives are operations that have shadows, so sums over ranks
-are followed.
+another distance. With several ranks each process makes the plain pass over the batches of all.
+Collectives are operations that have shadows, so sums over ranks are followed.
 """
 
 from __future__ import annotations
@@ -106,16 +105,15 @@ def _compare(
     )
     if differing and not terms:
         terms = _terms(passes, parts)
+    if terms and _is_of_parts(step, exact, terms, differing):
+        return exact
     answers: dict[str, tuple[float, float, list[str]]] = {}
     for name in sorted(differing, key=distances.__getitem__, reverse=True):
         factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
         rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
-        columns = [term.shadows[name].flatten() for term in terms if name in term.shadows]
         answer = "not a multiple of the plain loss's", distances[name], 0.0
         if rest <= SAME * abs(factor):
             answer = f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
-        elif columns and _is_of_parts(step[name].flatten(), exact[name].flatten(), columns):
-            continue
         answers.setdefault(answer[0], (*answer[1:], []))[2].append(name)
     for words, (value, expected, names) in answers.items():
         result.lines.append(f"  {of_all(names)}: {words}")
@@ -134,15 +132,23 @@ def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
     return [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
 
 
-def _is_of_parts(step: Tensor, whole: Tensor, columns: list[Tensor]) -> bool:
+def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: list[str]) -> bool:
     """Return whether a step is the mean over its micro-batches, and the whole batch's gradient no sum of
     theirs, as of a contrastive loss.
     """
-    parts = torch.stack(columns, 1)
-    if float((parts.mean(1) - step).norm()) > SAME * float(step.norm()):
+    if not all(term.shadows.keys() >= {*names} for term in terms):
         return False
+    parts = torch.stack([_joined(term.shadows, names) for term in terms], 1)
+    stepped = _joined(step, names)
+    if float((parts.mean(1) - stepped).norm()) > SAME * float(stepped.norm()):
+        return False
+    whole = _joined(exact, names)
     weights = torch.linalg.lstsq(parts, whole[:, None], driver="gelsd").solution[:, 0]
     return float((whole - parts @ weights).norm()) > 1e-3 * float(whole.norm())
+
+
+def _joined(gradients: Gradients, names: list[str]) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in names])
 
 
 def _add_missing(

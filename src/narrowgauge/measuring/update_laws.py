@@ -7,19 +7,17 @@ to int8 or four bits rounds half of a tensor to zero, and its signal-to-noise ra
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from statistics import fmean, stdev
 
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.step import Law, Tell
 
 SAMPLED = (
-    ("cast-range", "tensors", "underflow", 0.05, 2), ("cast-range", "tensors", "overflow", 0.001, 1),
-    ("attention-logits", "attention", "max_logit", KINDS["attention-logits"].bound, 1),
+    ("cast-range", "tensors", "underflow", 0.05), ("cast-range", "tensors", "overflow", 0.001),
+    ("attention-logits", "attention", "max_logit", KINDS["attention-logits"].bound),
 )  # fmt: skip
-"""Kinds that read samples of the gauges: the table, the metric, its bound, and samples in a row beyond
-it.
-"""
+"""Kinds that read samples of the gauges: the table, the metric and its bound."""
 NOISY = 8.0
 """Decibels below which the error of a cast exceeds a sixth of its operand's energy."""
 
@@ -48,19 +46,15 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
 
 def sampled(tell: Tell) -> Law:
     """Read what casts lose, and attention logits that are far too large."""
-    in_a_row: Counter[tuple[str, str]] = Counter()
     while True:
         step = yield
-        for kind, table, metric, bound, least in SAMPLED:
+        for kind, table, metric, bound in SAMPLED:
             values = {}
             for name, metrics in step.gauges.get(table, {}).items():
                 value = metrics.get(metric)
                 ratio = metrics.get("sqnr_db", 0.0)
-                if value is None or value < bound or ratio is None or ratio > NOISY:
-                    in_a_row[metric, name] = 0
-                    continue
-                in_a_row[metric, name] += 1
-                if in_a_row[metric, name] >= least:
+                is_noisy = ratio is not None and ratio <= NOISY
+                if value is not None and value >= bound and is_noisy:
                     values[f"{name}, {metric}"] = value
             if values:
                 names = sorted(values, key=values.__getitem__, reverse=True)
