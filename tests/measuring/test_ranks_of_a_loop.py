@@ -95,6 +95,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
     (difference,) = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
+    assert "Of 2 ranks these differ there: 1." in runs.lines
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -137,6 +137,18 @@ def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
     assert not TwoRuns(*runs).is_rounding
 
 
+def test_the_ranks_whose_parts_differ_are_told() -> None:
+    runs = make_run("a"), make_run("b", {(2, "output:layers.0"): 1.01})
+    key = "output:layers.0"
+    for run, hashes in zip(runs, ([7, 8, 9], [7, 5, 9]), strict=True):
+        run.fingerprints[1]["tensors"][key].append(hashes)
+    assert "Of 3 ranks these differ there: 1." in str(TwoRuns(*runs))
+    runs[0].fingerprints[1]["tensors"][key] = [5, 2.0, NUMEL]  # all are alike
+    assert "Of 3 ranks these differ there: 0, 2." in str(TwoRuns(*runs))
+    runs[1].fingerprints[1]["tensors"][key][3] = [1, 2, 3]
+    assert "ranks" not in str(TwoRuns(*runs)), "all of them"
+
+
 def test_equal_records_are_the_same_run() -> None:
     runs = pair(machine={"num_threads": 1})
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
@@ -165,9 +177,14 @@ def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
     assert TwoRuns(*runs).readings[0].what == "val_loss"
 
 
-def test_what_only_one_run_recorded_says_nothing() -> None:
-    first, second = make_run("a"), make_run("b", {(3, "grad:layers.0"): 1.01})
+def test_what_only_one_run_has_is_the_answer() -> None:
+    first, second = make_run("a"), make_run("b")
     for row in first.fingerprints:
         row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL]
-    (reading,) = TwoRuns(first, second).readings
-    assert (reading.step, reading.tensor) == (3, "grad:layers.0")
+    runs = TwoRuns(first, second)
+    assert (runs.readings[0].stage, runs.readings[0].what) == ("gradient", "only-in-one-run")
+    assert "Only a has grad:layers.2." in str(runs)
+    for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
+        tensors = row["tensors"]
+        row["tensors"] = {key: tensors[key] for key in tensors if not key.startswith("output")}
+    assert not TwoRuns(make_run("a"), second).readings

@@ -183,7 +183,7 @@ def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[
 
 def _joined(of_ranks: list[Entries]) -> Entries:
     """Return the entries of a step, with norms. Batches of all ranks are one. Other tensors are alike
-    on all, or parts, or replicas that differ.
+    on all, or parts, or replicas that differ. Where ranks differ, the last field is the hash of each.
     """
     joined = Entries()
     for key in {key: None for entries in of_ranks for key in entries}:
@@ -197,6 +197,8 @@ def _joined(of_ranks: list[Entries]) -> Entries:
         if is_batch:
             numel = sum(part[2] for part in parts)
         joined[key] = [number, square**0.5, numel]
+        if len(set(hashes)) > 1:
+            joined[key].append(hashes)
     return joined
 
 

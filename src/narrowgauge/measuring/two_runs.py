@@ -103,6 +103,10 @@ class TwoRuns(Readings):
         self.readings = readings[:1]
         at = readings[0]
         lines = []
+        if at.what == "only-in-one-run":
+            lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
+        elif at.tensor:
+            lines += _ranks(here[at.tensor], there[at.tensor])
         self.factor = _factor(here, there)
         if abs(self.factor - 1) > LEAST:
             lines.append(
@@ -160,8 +164,8 @@ def _rows_of(run: Run) -> dict[int, Row]:
 
 
 def _entries(row: Row, step: int) -> dict[str, Any]:
-    """Return kind, bits, value or norm, and elements or tokens of each compared column and tensor.
-    Gradients are those at loss scale 1.
+    """Return kind, bits, value or norm, elements or tokens, and hashes of ranks, of each compared
+    column and tensor. Gradients are those at loss scale 1.
     """
     entries: dict[str, Any] = {}
     tensors = row.get("tensors") or {}
@@ -171,25 +175,38 @@ def _entries(row: Row, step: int) -> dict[str, Any]:
     for name in row.keys() & STAGE_OF.keys():
         if row[name] is not None:
             entries[name] = name, str(row[name]), number(row[name]), tokens
-    for key, (bits, norm, numel) in tensors.items():
+    for key, (bits, norm, *others) in tensors.items():
         kind = key.partition(":")[0]
         if kind == "tokens":  # integers have no norm
             norm = None
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
         if kind in STAGE_OF:
-            entries[key] = kind, bits, norm, numel
+            entries[key] = kind, bits, norm, *others
     return entries
+
+
+def _kinds(entries: Row) -> set[str]:
+    """Return the kinds of recorded tensors."""
+    return {entry[0] for key, entry in entries.items() if ":" in key}
 
 
 def _differences(step: int, here: Row, there: Row, u: float) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
-    shared = [key for key in here if key in there and here[key][1] != there[key][1]]
-    for key in sorted(shared, key=lambda key: _KINDS.index(here[key][0])):
-        kind, _, expected, numel = here[key]
-        value = there[key][2]
+    shared = _kinds(here) & _kinds(there)
+    entries = {**here, **there}
+    for key in sorted(entries, key=lambda key: _KINDS.index(entries[key][0])):
+        kind = entries[key][0]
         stage = "start" if step == 0 else STAGE_OF[kind]
         tensor = key if ":" in key else ""
+        if key not in here or key not in there:
+            if tensor and kind in shared:
+                yield Reading(step, stage, tensor, "only-in-one-run", float(key in there))
+            continue
+        _, bits, expected, numel, *_ = here[key]
+        value = there[key][2]
+        if bits == there[key][1]:
+            continue
         if expected is None or value is None:
             yield Reading(step, stage, tensor, "bits" if tensor else key)
             continue
@@ -212,6 +229,22 @@ def _size(at: Reading) -> str:
     if not at.expected or not math.isfinite(at.excess):
         return ""
     return f", by {abs((at.value or 0.0) / at.expected - 1):.2g} times its {at.what}"
+
+
+def _ranks(here: Any, there: Any) -> Iterator[str]:
+    """Yield which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
+    one hash.
+    """
+    for one, other in ((here, there), (there, here)):
+        for hashes in one[4:]:
+            others = [*other[4:], [other[1]] * len(hashes)][0]
+            ranks = []
+            for rank, (first, second) in enumerate(zip(hashes, others, strict=False)):
+                if first != second:
+                    ranks.append(str(rank))
+            if len(others) == len(hashes) > len(ranks):
+                yield f"Of {len(hashes)} ranks these differ there: {', '.join(ranks)}."
+                return
 
 
 def _factor(here: Row, there: Row) -> float:
