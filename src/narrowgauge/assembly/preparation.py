@@ -143,8 +143,8 @@ def prepare(
 
     trained = _trained(model)
     stepper = build(list(trained.items()))
-    held = stepper.parameter_names()  # a user's function may leave some out
-    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items() if p in held})
+    stepped = stepper.parameter_names()  # a user's function may leave some out
+    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items() if p in stepped})
     if policy.reduction.order_invariant:
         stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
     stepper.scales_loss = policy.compute.scales_loss
