@@ -101,6 +101,24 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         ng.prepare(net(), "bfloat16/word", storage="exact")
 
 
+def test_what_a_users_function_leaves_out_is_cut_and_left_alone() -> None:
+    def weights(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
+        return ng.SGD([pair for pair in named if "weight" in pair[0]], **options)
+
+    model, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=weights)
+    assert list(optimizer.state) == [p for name, p in model.named_parameters() if "weight" in name]
+    for name, value in values(model).items():
+        assert torch.equal(value, values(net())[name].bfloat16().float())
+
+
+def test_weights_on_one_memory_are_refused_before_they_are_rounded_apart() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(RecipeError, match="another parameter has its memory"):
+        ng.prepare(model, "bfloat16/word")
+    assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
+
+
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
     model = net()
     model.head.requires_grad_(False)

@@ -97,6 +97,7 @@ def every_kind(rank: int) -> list[dict[str, Tensor]]:
 def on_four(rank: int) -> dict[str, Any]:
     return {
         "kinds": every_kind(rank),
+        "float32": in_float32(rank),
         "restored": restored(rank),
         "replaced": replaced(rank),
         "refusal": refusal(),
@@ -116,6 +117,24 @@ def test_every_kind_of_model_gets_the_sum_or_the_average(four_ranks: list[dict[s
             for result in results[first::2]:
                 assert_close(result, wanted, 1e-6)
             assert len({fingerprint_all(result) for result in results[first::2]}) == 1
+
+
+def in_float32(rank: int) -> dict[str, Tensor]:
+    """The gradients of bfloat16 weights that autograd adds in float32, where ranks have none."""
+    model = Leaf(torch.bfloat16)
+    reduction = ng.reduce_gradients_with(model, average=False)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    step(reduction, model, [0 if rank == 0 else None])
+    return all_gradients(model)
+
+
+def test_ranks_without_a_gradient_send_zeros_in_its_format(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    for result in four_ranks:
+        assert {value.dtype for value in result["float32"].values()} == {torch.float32}
+        assert_close(result["float32"], expected(range(1)), 1e-2)
 
 
 def restored(rank: int) -> list[dict[str, Tensor]]:

@@ -108,7 +108,7 @@ def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule: str, option: 
         take_steps(optimizer, range(1, 2))
     assert_same_bits(before, everything(optimizer))
     group.clear()
-    group.update(options, initial_lr=1.0, note=torch.ones(2))
+    group.update(options, initial_lr=1.0, note=torch.ones(2), no_weight_decay=True)
     take_steps(optimizer, range(1, 2))
 
 
@@ -191,6 +191,19 @@ def later_original() -> None:
     take_steps(optimizer, range(1))
 
 
+class Holder(Tensor):
+    """A tensor that holds others, as torchao's quantized weights do, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Holder:
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, shape, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].shape)  # detached
+
+
 ones = torch.ones(2, 3)
 MUON = "no matrix.*'rule': 'adamw'"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -217,6 +230,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "one memory": (on_one_memory, "another parameter has its memory"),
     "a parameter twice": (given_twice, "it is passed twice"),
     "no memory": (lambda: ng.AdamW(nn.Linear(4, 4, device="meta")), "on the meta device"),
+    "codes": (lambda: ng.AdamW([nn.Parameter(Holder((2, 3)))]), "Holder that has no memory"),
     "a state without a weight": (adopting("exp_avg", 2, 3, has_weight=False), "without the weights"),
     "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
     "a state of another shape": (adopting("exp_avg", 3, 2), "'exp_avg' of shape"),
@@ -229,6 +243,15 @@ def test_what_cannot_be_obeyed_is_refused_in_one_line(name: str) -> None:
     refused, words = REFUSED[name]
     with pytest.raises(ng.errors.RecipeError, match=words):
         refused()
+
+
+def test_frozen_parameters_that_hold_other_tensors_are_left_alone() -> None:
+    weight = narrow(2, 3)
+    frozen = [nn.Parameter(Holder((2, 3)), requires_grad=False) for _ in range(2)]
+    optimizer = ng.AdamW([*frozen, weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert list(optimizer.state) == [weight]
 
 
 def test_what_is_refused_changes_nothing() -> None:

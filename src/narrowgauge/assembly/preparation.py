@@ -28,7 +28,12 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
+from narrowgauge.optim.parameter_formats import (
+    cast_statistics,
+    refuse_shared_memory,
+    round_in_place,
+    rounded,
+)
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
@@ -138,7 +143,8 @@ def prepare(
 
     trained = _trained(model)
     stepper = build(list(trained.items()))
-    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items()})
+    stepped = stepper.parameter_names()  # a user's function may leave some out
+    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items() if p in stepped})
     if policy.reduction.order_invariant:
         stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
     stepper.scales_loss = policy.compute.scales_loss
@@ -170,6 +176,7 @@ def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) 
                 f"Cannot train '{name}' of {this} because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
+    refuse_shared_memory(_trained(model).values())
     if recipe.reduction.order_invariant:
         require_summable(model)
     if recipe.compute.transform == "scalify":

@@ -324,7 +324,7 @@ class GradientReduction:
                     "Step after backward.",
                 )
             if gradient is None or self.is_absent:
-                gradient = torch.zeros_like(parameter)
+                gradient = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             else:
                 self._used.add(parameter)
             parts.append(local_of(gradient).reshape(-1))
@@ -333,7 +333,7 @@ class GradientReduction:
             return
         for parameter, part in zip(bucket, total.split([len(x) for x in parts]), strict=True):
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
             gradient = gradient_of(parameter)
             assert gradient is not None
             target = local_of(gradient)

@@ -20,7 +20,7 @@ def local_state_of(
     """Return the local state of a parameter, whose entry in ``optimizer.state`` is given."""
     made_from: list[Any] = []
     if parameter.is_cpu and type(parameter) in (nn.Parameter, Tensor):
-        made_from += group["storage"], group.get("rule"), bool(group.get("momentum")), *entry
+        made_from += kernels.kernel_of(group, parameter), parameter.stride(), *entry
         for tensor in (parameter, *entry.values()):
             if isinstance(tensor, Tensor):
                 made_from += id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape

@@ -157,20 +157,23 @@ def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
     addresses = set()
     for parameter in parameters:
         local = local_of(parameter.detach())
-        if local.is_meta:
-            raise RecipeError(
-                "Cannot store a parameter on the meta device.",
-                "Give the model its memory (to_empty) and values first, and build the optimizer after.",
-            )
-        if not local.numel():
+        address = local.data_ptr()  # 0 of a tensor that holds others, as torchao's, too
+        if not local.numel() or not (address or parameter.requires_grad):
             continue
+        if not address:
+            raise RecipeError(
+                f"Cannot store a {type(local).__name__} that has no memory of its own, as on the meta "
+                "device.",
+                "Give the model its memory (to_empty) and values first, and build the optimizer after. "
+                "Freeze codes of other libraries.",
+            )
         if parameter.requires_grad:
             refuse_overlap(parameter)
-        if local.data_ptr() in addresses:
+        if address in addresses:
             raise RecipeError(
                 f"Cannot step a parameter of shape {tuple(parameter.shape)} because it is passed "
                 "twice, or another parameter has its memory.",
                 "Pass each once: dict.fromkeys(parameters). Tie modules by one Parameter: "
                 "output.weight = embedding.weight.",
             )
-        addresses.add(local.data_ptr())
+        addresses.add(address)

@@ -76,7 +76,7 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
 def _refuse_unknown(name: str, rule: str) -> None:
     """Refuse the name of another rule's option, and one that differs from an option by a letter."""
     names = UPDATE_RULES[rule].option_names
-    near = suggestion(name, names, 0.85)
+    near = suggestion(name, names, 0.89)  # no_weight_decay is a note
     if near or any(name in row.option_names for row in UPDATE_RULES.values()):
         raise RecipeError(
             f"Cannot set {name} in a param group because rule '{rule}' has no such option.",

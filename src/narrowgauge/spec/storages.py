@@ -168,13 +168,16 @@ def width_of(group: Word) -> int:
 def packed(fields: Word) -> Words:
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone. The others
     share one word, if they fill it. Otherwise the first (the tail) is alone, since other kernels
-    read it, and the rest share one.
+    read it, and the rest share one, if it holds them: those of a user's rule may have more bits.
     """
     words = [(field,) for field in fields if field[1] in (16, 32, 64)]
     narrow = tuple(field for field in fields if field[1] not in (16, 32, 64))
-    parts = [narrow]
-    if sum(bits for _, bits in narrow) not in (8, 16, 32):
-        parts = [narrow[:1], narrow[1:]]
+    total = sum(bits for _, bits in narrow)
+    parts = [narrow[:1], narrow[1:]]
+    if total in (8, 16, 32):
+        parts = [narrow]
+    elif sum(bits for _, bits in narrow[1:]) > 32:
+        parts = [(field,) for field in narrow]
     return (*words, *filter(None, parts))
 
 
