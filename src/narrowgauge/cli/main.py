@@ -216,7 +216,7 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on tokens, and record it in a run folder.
 
-    The same command goes on with a run that was stopped, bit for bit; --out RUN alone takes its
+    The same command continues a run that was stopped, bit for bit; --out RUN alone takes its
     settings. Several ranks are torchrun's:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a

@@ -25,7 +25,7 @@ class ExactSum:
     """Sum one flat gradient exactly, and divide the sum once.
 
     Args:
-        groups: process groups over which the gradient is cut, one after the other.
+        groups: process groups that split the gradient, one after the other.
         num_cut: the number of groups, at the beginning, whose ranks keep the sum of their own piece.
             The ranks of the others get the sums of all pieces.
     Attributes:

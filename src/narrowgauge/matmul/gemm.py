@@ -1,7 +1,7 @@
 """Multiply two operands on a kernel that takes their codes (:mod:`.native`), or emulate it with the
 same values.
 
-Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a code of up to
+Emulation: a narrow code times its block's power of two is exact in bfloat16, and also a code of up to
 four significant bits times its e4m3 scale. A bfloat16 matmul multiplies such numbers without error
 and adds in float32. It differs from a narrow kernel only in the order of the sum. A code times a
 block's float32 scale is rounded to float32, and multiplied there. The float32 scale of a row or a

@@ -84,7 +84,7 @@ class NarrowLayers:
 
 
 def read_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Return the matrices that are no layer's: the classes whose own code reads them, by name.
+    """Return the matrices that are not a layer's: the classes whose own code reads them, by name.
 
     A matrix is a parameter of two or more dims, but no bias and no embedding.
     """

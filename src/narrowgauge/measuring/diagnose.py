@@ -98,7 +98,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
             their differences.
 
     Raises:
-        RecordError: there is no run, or its record is damaged.
+        RecordError: the run is missing, or its record is damaged.
 
     Cost: about a second for 10,000 steps.
 

@@ -1,7 +1,7 @@
 """Laws of a run: generators that take its steps, and tell what is beyond a bound.
 
 Each remembers what it must in its own variables. The same laws read a running loop and the rows of a
-record. A count over the run tells its share in every step, and the newest reading counts.
+record. A count over the run gives its fraction of the steps in every step, and the newest reading counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Laws:
     Args:
         ignore: kinds of readings that are intended.
         steps: earlier steps of the same run.
-        say: told of an error in a law, after which no law reads; without it the error is raised.
+        say: called with an error in a law, after which no law reads; without it the error is raised.
 
     Example:
         >>> laws = Laws()

@@ -16,7 +16,7 @@ from narrowgauge.measuring.step import Law, Tell
 def skipped(tell: Tell) -> Law:
     """Read skipped steps, beyond those of a search for the loss scale.
 
-    Rows that come evenly between steps are of micro-batches, where no loss scale is told.
+    Rows that come evenly between steps are of micro-batches, without a loss scale.
     """
     count = 0
     taken = 0

@@ -34,7 +34,7 @@ class Meter(Listener):
     """Measure each step of a loop.
 
     A step ends with :meth:`end_step`, or where the last optimizer steps again: a loop that does not
-    tell of its steps is told of a fault one step later.
+    pass its steps learns of a fault one step later.
 
     Args:
         hub: the hooks.

@@ -47,7 +47,7 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
 
     Weights are compared first, without calling the models: values that differ, vectors that are
     exactly 1, values that are not finite, formats, ties, adapters. With ``batch``, both run in
-    evaluation mode. The narrower one runs again beside float64 shadows: its roundings are the bounds
+    evaluation mode. The one in fewer bits runs again beside float64 shadows: its roundings are the bounds
     of modules' outputs and of log probabilities. Modules are paired by name. Both are as before at
     the end.
 

@@ -166,7 +166,7 @@ def _direction(stepped: Stepped, gradient: Tensor | None) -> Tensor | str:
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:
-    """Return the audit's share of a change of sampled weights that their format stores."""
+    """Return the audit's fraction of a change of sampled weights that their format stores."""
     weight = spread(p).float()
     stored = (weight + change).to(p.dtype).float() - weight
     intended = change.double()

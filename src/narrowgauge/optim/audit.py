@@ -35,9 +35,9 @@ WINDOW = 20
 FEWEST = 5
 """Audited steps before an alarm may be raised."""
 FEWEST_EVENTS = 3
-"""Audits of equal weight that a window is worth: one in which all else was still is no interval."""
+"""Audits of equal weight that a window is worth: of one alone there is no interval."""
 FEWEST_MOVED = 32
-"""Elements that moved in a window of a stochastic storage, before a loss is told from chance."""
+"""Elements that moved in a window of a stochastic storage, before a loss is more than chance."""
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
 

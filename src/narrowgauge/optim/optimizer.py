@@ -345,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix
             rule may have other shapes, and are whole on every rank. Before the first step the
-            weight is the parameter itself, and there are no states.
+            weight is the parameter itself, without states.
         Raises:
             KeyError: the parameter or the name is unknown.
         """

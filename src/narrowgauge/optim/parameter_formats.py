@@ -136,7 +136,7 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
 
 def refuse_overlap(parameter: Tensor) -> None:
     """Refuse a parameter whose elements share memory, as those of an expanded tensor: each would be
-    stepped by itself.
+    stepped alone.
     """
     local = local_of(parameter.detach())
     reach = 0

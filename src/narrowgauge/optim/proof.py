@@ -70,7 +70,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
 def _drawn(
     kernel: Kernel, shape: tuple[int, int], edges: int, device: torch.device | str
 ) -> LocalState:
-    """Draw a weight, its state and its gradient, of which the last rows have edge values: then the
+    """Draw a weight, its state and its gradient. The last rows have edge values: then the
     gradient of a narrow case is float32.
     """
     dtype = getattr(torch, kernel.storage.visible)
@@ -97,7 +97,7 @@ def _drawn(
 def _values(
     dtype: torch.dtype, shape: Sequence[int], edges: int, seed: int, *, finite: bool
 ) -> Tensor:
-    """Draw values, of which the last rows have edge values."""
+    """Draw values. The last rows have edge values."""
     values = proof.draw(dtype, shape, edges=False, seed=seed)
     last = proof.draw(dtype, (edges, shape[1]), edges=True, seed=seed, finite=finite)
     values[shape[0] - edges :] = last

@@ -37,13 +37,13 @@ def sample_of(numel: int, most: int, turn: int = 0) -> range:
     """Return the places in memory of ``most`` elements of a tensor, evenly spaced, others in each
     turn.
 
-    The spacing is odd, so that the places are not all in one column of a matrix.
+    The stride is odd, so that the places are not all in one column of a matrix.
     """
     count = min(most, numel)
-    spacing = (numel // count - 1) | 1
-    room = numel - (count - 1) * spacing
-    first = (room // 2 + turn * ELEMENTS) % room
-    return range(first, first + count * spacing, spacing)
+    stride = (numel // count - 1) | 1
+    num_starts = numel - (count - 1) * stride
+    first = (num_starts // 2 + turn * ELEMENTS) % num_starts
+    return range(first, first + count * stride, stride)
 
 
 class Sample:

@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a training run: operations over a share of the chip's peak, and
+"""Estimate the memory and time of a training run: operations over a fraction of the chip's peak, and
 bytes by parts. Nothing is trained.
 
 An ``ask`` is an architecture (``shapes``), a recipe, a ``layout``, a ``machine`` and a ``program``.

@@ -27,7 +27,7 @@ def of_config(config: Any, name: str) -> Architecture:
     one; ``name`` is for messages.
 
     Raises:
-        DataError: it is no causal language model of transformers.
+        DataError: it is not a causal language model of transformers.
     """
     try:
         model = _built(config) if isinstance(config, Mapping) else config

@@ -1,6 +1,6 @@
 """Step time: the duration of an optimizer step, in seconds by group.
 
-We follow one rank through its micro-batches: operations over the share of the chip's peak that
+We follow one rank through its micro-batches: operations over the fraction of the chip's peak that
 training reaches, elementwise bytes over its bandwidth, what exchanges show, and the bubble of a
 pipeline. ``data/fitted.toml`` has the shares.
 

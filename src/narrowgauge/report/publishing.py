@@ -55,7 +55,7 @@ def write_report(
     """Write the page of a comparison, or replace one of ours. Return its path."""
     if page.exists() and not is_page(page):
         raise RecordError(
-            f"Cannot write {page}: what is there is no page of Narrowgauge's.",
+            f"Cannot write {page}: what is there is not a page of Narrowgauge's.",
             "Name a file, for instance --out page.html.",
         )
     require_package("plotly")
