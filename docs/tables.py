@@ -17,11 +17,13 @@ from narrowgauge import errors
 from narrowgauge.measuring.kinds import kind_table
 from narrowgauge.runs import schema
 from narrowgauge.spec import show
-from narrowgauge.spec.tables import Row, Table
-from narrowgauge.spec.toml import load_data, load_toml
+from narrowgauge.spec.tables import Row, Table, is_number
+from narrowgauge.spec.toml import load_toml
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 REFERENCE = "<!-- reference -->"
+_CODE = {"name", "recipe", "reading", "table", "metric", "column"}
+"""Titles of columns in code style."""
 _NOT_LISTED = ("NarrowgaugeError", "ReportedError")
 
 
@@ -37,7 +39,18 @@ def table(name: str) -> str:
     Args:
         name: a key of :data:`OWN`, or a table of ``narrowgauge show``.
     """
-    return OWN[name]() if name in OWN else show.table(name).markdown()
+    return OWN[name]() if name in OWN else markdown_of(show.table(name))
+
+
+def markdown_of(table: Table) -> str:
+    """Return a table as GitHub markdown."""
+    aligned = []
+    for title, cells in table.columns().items():
+        rule = "---:" if is_number(cells) else "---"
+        style = "`{}`" if title in _CODE else "{}"
+        shown = [style.format(cell) for cell in cells]
+        aligned.append([title, rule, *(cell.replace("|", r"\|") for cell in shown)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in zip(*aligned, strict=True))
 
 
 def reference() -> str:
@@ -68,29 +81,22 @@ def reference() -> str:
 def metrics() -> str:
     """Return every metric in a row of ``gauges.jsonl``."""
     rows = [
-        {"table": table, "metric": metric.name, "unit": metric.unit, "help": metric.help}
+        {"table": table, "metric": metric.name, "help": metric.help}
         for table, metrics in schema.METRICS.items()
         for metric in metrics.values()
     ]
-    shown = {"table": "table", "metric": "metric", "unit": "unit", "what it is": "help"}
-    return Table(rows, shown).markdown()
+    shown = {"table": "table", "metric": "metric", "what it is": "help"}
+    return markdown_of(Table(rows, shown))
 
 
 def record(kind: str) -> str:
     """Return the columns of one file of a run folder."""
     rows = [
-        {"name": column.name, "type": column.type, "unit": column.unit, "help": column.help}
+        {"name": column.name, "type": column.type, "help": column.help}
         for column in schema.TABLES[kind].values()
     ]
-    shown = {"column": "name", "type": "type", "unit": "unit", "what it is": "help"}
-    return Table(rows, shown).markdown()
-
-
-def probes() -> str:
-    """Return the properties that ``narrowgauge show arithmetic`` measures."""
-    rows = [{"name": name, **row} for name, row in load_data("probes", "runs").items()]
-    shown = {"property": "name", "measured": "measures", "a difference in a run": "affects"}
-    return Table(rows, shown).markdown()
+    shown = {"column": "name", "type": "type", "what it is": "help"}
+    return markdown_of(Table(rows, shown))
 
 
 def machines() -> str:
@@ -106,20 +112,19 @@ def machines() -> str:
             row[machine] = short if results[probe] == bits else f"**{short}**"
         rows.append(row)
     heads = {machine.removeprefix("x86_64 "): machine for machine in recorded}
-    return Table(rows, {"operation": "name", **heads}).markdown()
+    return markdown_of(Table(rows, {"operation": "name", **heads}))
 
 
 def checks() -> str:
     """Return every kind of reading as ``narrowgauge show checks`` prints it, with its bound's source."""
     table = kind_table()
-    return Table(table.rows, {**table.shown, "source of the bound": "source"}).markdown()
+    return markdown_of(Table(table.rows, {**table.shown, "source of the bound": "source"}))
 
 
 OWN: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
     "checks": checks,
-    "probes": probes,
     "machines": machines,
 }
 """The tables that only the documentation shows, by name."""

@@ -22,13 +22,9 @@ FLOATS = {
     "tfloat32": (8, 10, 127, 1024),
     "float8_e4m3fn": (4, 3, 7, 1),
     "float8_e5m2": (5, 2, 15, 4),
-    "float8_e4m3fnuz": (4, 3, 8, 0),
-    "float8_e5m2fnuz": (5, 2, 16, 0),
-    "float6_e3m2fn": (3, 2, 3, 0),
-    "float6_e2m3fn": (2, 3, 1, 0),
     "float4_e2m1fn": (2, 1, 1, 0),
 }
-INTEGERS = {"int8": (-128, 127), "int4": (-8, 7)}
+INTEGERS = {"int8": (-128, 127)}
 ELSEWHERE = ("float64", "float32", "float8_e8m0fnu")
 """Formats without an entry: NumPy and ml_dtypes define them."""
 

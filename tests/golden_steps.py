@@ -32,6 +32,8 @@ from processors import machine_key, pretending
 STEPS = 12
 SHAPES = {"matrix": (33, 17), "tall": (129, 3), "vector": (5,), "scalar": (1,), "still": (7, 9)}
 """Odd sizes; ``still`` has a zero gradient in every step."""
+WIDE = {"matrix": (5, 700), "tall": (129, 3), "still": (3, 520)}
+"""Rows of several blocks of 256, the last one shorter."""
 WITHOUT_GRADIENT = 4
 INFINITE = 7
 """In the one step ``tall`` has no gradient, in the other an element of ``matrix`` is infinite and
@@ -77,10 +79,13 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 def pairs() -> list[tuple[str, str]]:
     """Each update rule with each storage that it can be computed in, and AdamW from random low bits
-    in one of each kind.
+    in one of each kind, and on wide rows where blocks have scales.
     """
     filled = ("word", "exact", "compact", "kahan", "collage-plus", "float16/split")
-    return [("adamw", f"{storage} random") for storage in filled] + [
+    scaled = ("compact", "states8", "float32-states8")
+    of_adamw = [("adamw", f"{storage} random") for storage in filled]
+    of_adamw += [("adamw", f"{storage} wide") for storage in scaled]
+    return of_adamw + [
         (rule.name, storage.name)
         for rule in UPDATE_RULES.values()
         for storage in STORAGES.values()
@@ -97,11 +102,11 @@ def steps(rule: str, storage: str) -> str:
     """The visible weights, the stored values, and what a checkpoint holds, after twelve steps: a
     fingerprint of each.
     """
-    storage, _, low_bits = storage.partition(" ")
+    storage, _, kind = storage.partition(" ")
     row = UPDATE_RULES[rule]
     dtype = getattr(torch, STORAGES[storage].visible)
     weights = {}
-    for name, shape in SHAPES.items():
+    for name, shape in (WIDE if kind == "wide" else SHAPES).items():
         weights[name] = nn.Parameter(values(shape, 1).to(dtype))
     options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(
         rule, MATRIX_OPTIONS.get(rule, {})
@@ -113,11 +118,14 @@ def steps(rule: str, storage: str) -> str:
             groups[-1]["rule"] = "adamw"
     optimizer = getattr(optimizers, row.optimizer)(
         groups, lr=0.003, weight_decay=0.1, max_grad_norm=0.5, seed=7, audit_every=5,
-        storage=storage, compile=False, low_bits=low_bits or "zero", **options,
+        storage=storage, compile=False, low_bits="random" if kind == "random" else "zero", **options,
     )  # fmt: skip
     for step in range(STEPS):
         for place, (name, weight) in enumerate(weights.items()):
-            weight.grad = values(weight.shape, 100 + 10 * step + place).to(dtype)
+            slope = values(weight.shape, 100 + 10 * step + place)
+            if kind == "wide":  # blocks of different sizes
+                slope *= torch.exp2(-(torch.arange(weight.shape[1]) // 256).float() * 5)
+            weight.grad = slope.to(dtype)
             if name == "still":
                 weight.grad.zero_()
             if name == "tall" and step == WITHOUT_GRADIENT:

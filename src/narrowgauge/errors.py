@@ -1,6 +1,6 @@
 """The exceptions that a user can cause.
 
-Every message states what was requested, what was found and where; ``advice`` says what to do. The
+Every message states what was asked, what was found and where; ``advice`` says what to do. The
 command line prints both on one line, without a traceback, and exits with ``status``.
 """
 

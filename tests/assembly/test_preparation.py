@@ -4,6 +4,7 @@ where it cannot be.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.assembly.preparation import compute_scope, matrices_decay
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.transforms.scalify import scalify
 
 TOKENS = torch.arange(16).reshape(2, 8)
 
@@ -40,16 +42,13 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
     """As those of an optimizer that is given float32 weights, whose codes tests/optim judges."""
     model = llama()
     twin = llama()
-    before = values(model)
     same_model, optimizer = ng.prepare(model, recipe)
     reference = ng.AdamW(twin.named_parameters(), storage=parse(recipe).storage.name)
     assert same_model is model
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert p.dtype is q.dtype and torch.equal(optimizer.stored(p), reference.stored(q))
-        error = (optimizer.stored(p) - before[name]).abs()
-        assert (error <= 2.0**-8 * before[name].abs() + 2.0**-25).all()
-        assert not optimizer.stored(p, "exp_avg").any()
-        assert not optimizer.stored(p, "exp_avg_sq").any()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert not optimizer.stored(p, name).any()
 
 
 @pytest.mark.parametrize(
@@ -91,22 +90,33 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         rest = [pair for pair in named if not pair[0].startswith("head")]
         return ng.SGD([{"params": rest}, {"params": head, "lr": 0.5}], **options)
 
-    _, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=head_apart, momentum=0.9)
+    model, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=head_apart, momentum=0.9)
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
-    group_of = {}
-    for group in optimizer.param_groups:
-        for name in group["param_names"]:
-            group_of[name] = group
-    plain = torch.optim.SGD(net().parameters()).param_groups[0]
-    assert {name: group["lr"] for name, group in group_of.items()} == {
-        name: 0.5 if name.startswith("head") else plain["lr"]
-        for name, _ in net().named_parameters()
-    }
-    assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {
-        (0.9, plain["weight_decay"])
-    }
+    rest, head = optimizer.param_groups
+    assert head["params"] == list(model.head.parameters())
+    assert head["param_names"] == ["head.weight", "head.bias"]
+    assert (rest["lr"], head["lr"]) == (torch.optim.SGD(net().parameters()).defaults["lr"], 0.5)
+    assert (rest["momentum"], head["momentum"]) == (0.9, 0.9)
     with pytest.raises(TypeError, match="multiple values for keyword argument 'storage'"):
         ng.prepare(net(), "bfloat16/word", storage="exact")
+
+
+def test_what_a_users_function_leaves_out_is_cut_and_left_alone() -> None:
+    def weights(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
+        return ng.SGD([pair for pair in named if "weight" in pair[0]], **options)
+
+    model, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=weights)
+    assert list(optimizer.state) == [p for name, p in model.named_parameters() if "weight" in name]
+    for name, value in values(model).items():
+        assert torch.equal(value, values(net())[name].bfloat16().float())
+
+
+def test_weights_on_one_memory_are_refused_before_they_are_rounded_apart() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(RecipeError, match="another parameter has its memory"):
+        ng.prepare(model, "bfloat16/word")
+    assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
 
 
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
@@ -151,3 +161,54 @@ def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
 def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
     """What others load has no name that they do not know."""
     assert list(ng.prepare(net(), recipe)[0].state_dict()) == list(net().state_dict())
+
+
+VERBS: dict[str, Any] = {
+    "swap_linears": lambda model: ng.swap_linears(model, "float8-row"),
+    "quantize_for_inference": ng.quantize_for_inference,
+    "scalify": scalify,
+    "reduce_gradients_with": ng.reduce_gradients_with,
+    "cast_parameters": lambda model: ng.cast_parameters(model, torch.bfloat16),
+    "prepare": lambda model: ng.prepare(model, "float8-row/word"),
+    "prepare exact sums": lambda model: ng.prepare(model, "bfloat16/word/reproducible"),
+    "prepare scalify": lambda model: ng.prepare(model, "scalify/word"),
+}
+"""The verbs that change a model in place."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [
+        ("swap_linears", "swap_linears", False),
+        ("quantize_for_inference", "quantize_for_inference", True),
+        ("scalify", "scalify", True),
+        ("reduce_gradients_with", "reduce_gradients_with", True),
+        ("cast_parameters", "cast_parameters", False),
+        ("prepare", "prepare", False),
+        ("prepare exact sums", "prepare exact sums", True),
+        ("prepare scalify", "prepare scalify", True),
+        ("scalify", "prepare scalify", True),
+        ("quantize_for_inference", "scalify", True),
+        ("reduce_gradients_with", "prepare exact sums", True),
+    ],
+)
+def test_a_second_verb_changes_nothing_or_is_refused_in_one_line(
+    first: str, second: str, is_refused: bool
+) -> None:
+    model = net()
+    VERBS[first](model)
+    x = torch.ones(2, 6, dtype=next(model.parameters()).dtype)
+    before = copy.deepcopy(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    model.eval()  # an exact sum refuses passes in training outside its block
+    y = model(x)
+    if is_refused:
+        with pytest.raises(NarrowgaugeError, match=r"^Cannot [^\n]+ because [^\n]+$"):
+            VERBS[second](model)
+    else:
+        VERBS[second](model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert torch.equal(model(x), y)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])

@@ -29,7 +29,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {"parameters-twice", "no-gradient", "weights-jump"},
-    "weights": {"nonfinite", "stored-share", "lost-updates", "weights-jump"},
+    "weights": {"nonfinite", "stored-share", "weights-jump"},
     "resume": {"not-restored", "weights-jump"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,19 +23,21 @@ import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.torch_support.torch_names import fsdp_keeps_gradients
 from ranks import run_ranks
 from tensors import random_tokens
 
 RECIPES = {"word": "bfloat16/word", "autocast": "bfloat16/float32"}
 
 
-def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
+def prepared(case: str, factor: float = 1.0, **options: Any) -> tuple[nn.Module, ng.AdamW]:
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    options |= {"lr": 1e-2, "max_grad_norm": 1.0, "compile": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(
-            llama(), RECIPES[case], lr=1e-2, max_grad_norm=1.0, compile=False, **options
-        )
+        return ng.prepare(model, RECIPES[case], **options)
 
 
 def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
@@ -68,35 +69,21 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     for case in RECIPES:
         outcomes[case] = learn(*prepared(case, mesh=line))
     outcomes["offload"] = learn(*prepared("word", mesh=line, offload=True))
-    outcomes["groups"] = {
-        case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")
-    }
+    outcomes["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in RECIPES}
     tied = nn.Sequential()
     tied.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied.blocks[1].weight = tied.blocks[0].weight
     outcomes["groups"]["tied blocks"] = shapes(sharding.shard(tied, line))
-    outcomes["unequal"] = learn(*unequal(rank, line))
+    outcomes["unequal"] = learn(*prepared("word", factor=1 + rank, mesh=line))
     outcomes["refusals"] = refusals(line)
     return outcomes
 
 
 def shapes(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of modules with a group of their own, and of parameters that are whole."""
-    units = {id(unit) for unit in sharding.fsdp_modules(model)}
-    unsharded = []
-    for name, p in model.named_parameters():
-        if not isinstance(p, DTensor):
-            unsharded.append(name)
-    return [name for name, module in model.named_modules() if id(module) in units], unsharded
-
-
-def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
-    """Models that differ from rank to rank until they are prepared."""
-    model = llama()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + rank)
-    return ng.prepare(model, "bfloat16/word", lr=1e-2, max_grad_norm=1.0, compile=False, mesh=mesh)
+    units = sharding.fsdp_modules(model)
+    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return [name for name, module in model.named_modules() if module in units], unsharded
 
 
 def refusals(mesh: Any) -> dict[str, str]:
@@ -168,9 +155,3 @@ def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -
     first, second, outside = run_ranks(on_a_part, 3, tmp_path)
     assert first == second
     assert "on this rank because the mesh has only ranks [0, 1]" in outside
-
-
-@pytest.mark.parametrize(("reduces", "all_reduces"), [(True, True), (True, False), (False, True)])
-def test_fsdp2_sends_all_gradients_or_keeps_them(reduces: bool, all_reduces: bool) -> None:
-    group = SimpleNamespace(reduce_grads=reduces, all_reduce_grads=all_reduces)
-    assert fsdp_keeps_gradients(group) == (not reduces or not all_reduces)

@@ -27,9 +27,6 @@ from oracles.linear import ROUNDING, Product, product
 from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
-STOCHASTIC = [
-    row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())
-]
 EIGHT = [COMPUTES[name] for name in (
     "bfloat16", "float8-row", "float8-tensor", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
 )]  # fmt: skip

@@ -181,26 +181,15 @@ def test_small_inputs_lose_nothing_in_the_weight_s_gradient() -> None:
 # ── swapping and the handle ───────────────────────────────────────────────────────────────────────
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(64, size, bias=False) for size in (48, 32, 32)
-        )
-        self.norm = nn.LayerNorm(112)
-        self.lm_head = nn.Linear(112, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-
-
 def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap() -> None:
-    compiled = torch.compile(Model())
+    names = ("q_proj", "k_proj", "v_proj", "lm_head")
+    model = nn.ModuleDict({name: nn.Linear(64, 48) for name in names})
+    compiled = torch.compile(model)
     kept = swap_linears(compiled, "float8-row", keep=("*_head", "[kv]_*"))
     assert kept.layers.keys() == {"_orig_mod.q_proj"}
     for compute in ("scalify", "scalify-float16"):
         with pytest.raises(RecipeError, match=r"ng\.prepare"):
-            swap_linears(Model(), compute)
+            swap_linears(model, compute)
 
 
 class Halved(nn.Linear):

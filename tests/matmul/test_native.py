@@ -23,7 +23,7 @@ from torch._functorch.aot_autograd import make_boxed_compiler
 from matmul.scenarios import CPU, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply, operand_dtype
-from narrowgauge.matmul.operand import Operand, block_values
+from narrowgauge.matmul.operand import Operand, without_outer
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from oracles import cuda_matmuls as device_rules
@@ -48,12 +48,14 @@ every_way = pytest.mark.parametrize(
 
 
 @contextmanager
-def device(architecture: str) -> Iterator[None]:
-    """This process takes the CPU for a chip, and stand-ins for its kernels."""
+def device(architecture: str, scaled_mm: Any = device_rules.scaled_mm_v1) -> Iterator[None]:
+    """This process takes the CPU for a chip, and stand-ins for its kernels. PyTorch's own
+    ``torch._scaled_mm`` runs on a CPU too.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "architecture_of", lambda device: architecture)
         patch.setattr(F, "scaled_mm", device_rules.scaled_mm)
-        patch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1)
+        patch.setattr(torch, "_scaled_mm", scaled_mm)
         yield
 
 
@@ -65,14 +67,8 @@ def untried() -> Iterator[None]:
     native._works.cache_clear()
 
 
-@pytest.fixture
-def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for Hopper. PyTorch's ``_scaled_mm`` has a kernel for CPUs, too."""
-    monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
-
-
 def values_of(operand: Operand) -> Tensor:
-    values = (operand.data if operand.inner is None else block_values(operand)).double()
+    values = without_outer(operand).double()
     return values if operand.outer is None else values * operand.outer.double()
 
 
@@ -87,12 +83,10 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
         "sm100": float8 | mx | nv | {"mxfp4"}, "sm120": float8 | mx | nv,
     }  # fmt: skip
     for architecture, computes in expected.items():
-        needed = {}
-        for name, row in COMPUTES.items():
-            needed[name] = [p for p in row.products.values() if needs_kernel(p)]
         native = set()
-        for name, of in needed.items():
-            if of and all(kernel_for(product, architecture) for product in of):
+        for name, row in COMPUTES.items():
+            narrow = [product for product in row.products.values() if needs_kernel(product)]
+            if narrow and all(kernel_for(product, architecture) for product in narrow):
                 native.add(name)
         assert native == computes, architecture
 
@@ -157,7 +151,7 @@ def test_compilers_see_through_a_native_layer(compute: str, chip: str) -> None:
     call = torch.compile(layer, backend=backend, fullgraph=True)
     x = gaussian(48, 64, seed=3)
     grad = gaussian(48, 80, seed=4)
-    with graph_device(chip):
+    with device(chip, torch._scaled_mm):
         assert same(passed(layer, x, grad, call), passed(layer, x, grad))
     calls = []
     for graph in graphs:
@@ -170,37 +164,27 @@ def test_compilers_see_through_a_native_layer(compute: str, chip: str) -> None:
     assert ours <= {"narrowgauge.scaled_mm.default", "narrowgauge.bias_gradient.default"}
 
 
-@contextmanager
-def graph_device(chip: str) -> Iterator[None]:
-    """As :func:`device`, but ``torch._scaled_mm`` is PyTorch's own, which runs on a CPU too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "architecture_of", lambda device: chip)
-        patch.setattr(F, "scaled_mm", device_rules.scaled_mm)
-        yield
-
-
-@pytest.mark.usefixtures("untried", "sm90")
-def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(
+    ("compute", "of_matmuls"),
+    [("float8-row", [False] * 3), ("float8-tensor", [True, False, False])],
+)
+def test_a_compute_chooses_the_accumulation_of_its_kernels(
+    compute: str, of_matmuls: list[bool]
+) -> None:
     scaled_mm = torch._scaled_mm
-    choices = list[bool]()
+    choices = []
 
     def recorded(*args: Any, use_fast_accum: bool, **options: Any) -> Tensor:
         choices.append(use_fast_accum)
         return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
 
-    row = COMPUTES["float8-row"]
-    expected = {
-        row: [False] * 3,
-        COMPUTES["float8-tensor"]: [True, False, False],
-    }
-    for compute, of_matmuls in expected.items():
-        layer, _ = make_layer(compute, 64, 80)
-        passed(layer, gaussian(48, 64), gaussian(48, 80))  # the trials
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "_scaled_mm", recorded)
-            choices.clear()
-            passed(layer, gaussian(48, 64), gaussian(48, 80))
-        assert choices == of_matmuls
+    layer, _ = make_layer(compute, 64, 80)
+    with device("sm90", recorded):
+        passed(layer, gaussian(48, 64), gaussian(48, 80))  # the trials too
+        choices.clear()
+        passed(layer, gaussian(48, 64), gaussian(48, 80))
+    assert choices == of_matmuls
 
 
 def untiled(scales: Tensor) -> Tensor:

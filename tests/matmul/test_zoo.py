@@ -1,4 +1,4 @@
-"""63 classes of transformers: their parts, against a table written by hand, and the values of all of
+"""52 classes of transformers: their parts, against a table written by hand, and the values of all of
 their layers, against products of what the casts say.
 """
 
@@ -84,22 +84,17 @@ def test_parts_of_other_layouts(name: str) -> None:
     assert answer(make()) == row
 
 
-class Seen(nn.Module):
-    """What the layers of a model multiply: input, output, and the gradient of the output."""
+def calls_of(layer: nn.Module) -> list[list[torch.Tensor]]:
+    """Return a list that will hold input, output and the output's gradient of each call."""
+    calls: list[list[torch.Tensor]] = []
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch.Tensor, ...]] = []
-        layer.register_forward_hook(self.note)
-
-    def note(self, layer: Any, args: Any, y: torch.Tensor) -> None:
-        place = len(self.calls)
-        self.calls.append((args[0].detach().clone(), y.detach().clone()))
+    def note(layer: Any, args: Any, y: torch.Tensor) -> None:
+        calls.append([args[0].detach().clone(), y.detach().clone()])
         if y.requires_grad:
-            y.register_hook(lambda gradient: self.keep(place, gradient))
+            y.register_hook(calls[-1].append)
 
-    def keep(self, place: int, gradient: torch.Tensor) -> None:
-        self.calls[place] = (*self.calls[place][:2], gradient)
+    layer.register_forward_hook(note)
+    return calls
 
 
 UNRUN = (
@@ -122,19 +117,16 @@ def test_each_layer_s_values_are_those_of_its_casts(name: str) -> None:
     TRACED.clear()
     model: Any = zoo.build(name).eval()
     linears = ng.swap_linears(model, compute)
-    layers: dict[str, Any] = {}
-    for path, layer in linears.layers.items():
-        if isinstance(layer, nn.Linear):
-            layers[path] = layer
-    seen = {path: Seen(layer) for path, layer in layers.items()}
+    layers: Any = {p: layer for p, layer in linears.layers.items() if isinstance(layer, nn.Linear)}
+    seen = {path: calls_of(layer) for path, layer in layers.items()}
     model(**zoo.inputs_of(name)).loss.backward()
     users = Counter(map(id, (p for _, p in model.named_parameters(remove_duplicate=False))))
-    never = {path for path, calls in seen.items() if not calls.calls}
+    never = {path for path, calls in seen.items() if not calls}
     told = {path for path, reason in linears.kept.items() if reason == "never called"}
     assert told & layers.keys() == never
     for path, layer in layers.items():
         slopes = []
-        for x, y, *gradients in seen[path].calls:
+        for x, y, *gradients in seen[path]:
             rows = x.flatten(0, -2)
             slope = gradients[0].flatten(0, -2) if gradients else torch.zeros_like(y).flatten(0, -2)
             values = expected(layer, rows, slope)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from narrowgauge.measuring import provenance
-from narrowgauge.measuring.arithmetic import measure_arithmetic
+from narrowgauge.measuring.arithmetic import PROBES, measure_arithmetic
 from narrowgauge.measuring.provenance import describe_process
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import Record
-from narrowgauge.spec.toml import load_data
 
 CPU = torch.device("cpu")
 
@@ -22,7 +21,7 @@ def test_a_measurement_repeats_and_leaves_every_setting() -> None:
     before = torch.get_num_threads()
     with torch.autocast("cpu", torch.bfloat16):
         machine = measure_arithmetic(CPU)
-    assert list(machine["results"]) == list(load_data("probes", "runs"))
+    assert list(machine["results"]) == list(PROBES)
     assert machine["settings"]["threads"] == str(before)
     assert torch.get_num_threads() == before and measure_arithmetic(CPU) == machine
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -100,22 +99,6 @@ def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
                 train(model, optimizer)
         else:
             train(model, optimizer)
-
-
-def test_outputs_are_seen_until_the_stack_closes() -> None:
-    diary = Diary()
-    hub, model, optimizer = hub_of(diary)
-    seen: list[str] = []
-
-    def see(name: str, x: Tensor) -> None:
-        assert not x.requires_grad
-        seen.append(name)
-
-    with ExitStack() as stack:
-        hub.follow_outputs(diary, see, stack)
-        train(model, optimizer)
-    train(model, optimizer)
-    assert seen == ["0", "1"] * 2  # the training pass and the evaluation
 
 
 class Derived(torch.optim.SGD):

@@ -39,15 +39,25 @@ def train(rank: int, folder: Path, has_fault: bool) -> None:
             recorder.step(loss)
 
 
-def train_without_wrapper(rank: int, folder: Path, unsummed: tuple[str, ...]) -> list[str]:
+def fail(*args: object) -> None:
+    raise ValueError("no ink")
+
+
+def train_without_wrapper(
+    rank: int, folder: Path, unsummed: tuple[str, ...], fault: str
+) -> list[tuple[int, str]]:
     """Train with linear weights that differ between ranks from the start, and sum all gradients
-    but some. Return the tensors that are told to differ, on rank 0.
+    but some. Return the steps and tensors that are told to differ, on rank 0.
     """
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ng.RunRecorder(folder, model, optimizer) as recorder:
-        for _ in range(STEPS):
+        if rank == 1 and fault == "an error of ours":
+            recorder.meter._after = fail  # type: ignore[method-assign]
+        for step in range(STEPS):
+            if rank == 1 and step == 1 and fault == "a weight is written":
+                model[0].weight.data.add_(1.0)
             loss = model(torch.randn(4, 8)).square().mean()
             loss.backward()
             for name, p in model.named_parameters():
@@ -58,22 +68,30 @@ def train_without_wrapper(rank: int, folder: Path, unsummed: tuple[str, ...]) ->
             recorder.step(loss)
     if rank > 0:
         return []
-    return [r.tensor for r in ng.diagnose(folder).readings if r.what.startswith("ranks-")]
+    readings = ng.diagnose(folder).readings
+    return [(r.step, r.tensor) for r in readings if r.what == "ranks-apart"]
 
 
-def train_all(rank: int, place: Path) -> list[list[str]]:
+def train_all(rank: int, place: Path) -> list[list[tuple[int, str]]]:
     for name, has_fault in (("healthy", False), ("faulty", True)):
         train(rank, place / name, has_fault)
     linear = ("1.weight", "1.bias")
-    cases = {"parts": linear, "unsent": (), "unsummed": (*linear, "0.weight")}
-    return [train_without_wrapper(rank, place / name, case) for name, case in cases.items()]
+    return [
+        train_without_wrapper(rank, place / "parts", linear, ""),
+        train_without_wrapper(rank, place / "unsent", (), ""),
+        train_without_wrapper(rank, place / "unsummed", (*linear, "0.weight"), ""),
+        train_without_wrapper(rank, place / "written", linear, "a weight is written"),
+        train_without_wrapper(rank, place / "broken", linear, "an error of ours"),
+    ]
 
 
 def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path) -> None:
-    parts, unsent, unsummed = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
-    assert not parts
-    assert unsent == ["1.weight and 1 other"]
-    assert unsummed == ["0.weight"]
+    answers = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
+    parts, unsent, unsummed, written, broken = answers
+    assert parts == broken == []
+    assert unsent == [(1, "1.weight and 1 other")]
+    assert unsummed == [(1, "0.weight")]
+    assert written == [(2, "0.weight")]
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
     (difference,) = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")

@@ -1,5 +1,5 @@
-"""A resume is the same run, or says which state is not restored, causes first: in one process, and
-from the certificate of a checkpoint.
+"""A resume is the same run, or says which state is not restored: in one process, and from the
+certificate of a checkpoint.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load(saved: Any, **options: Any) -> Any:
 
 
 FIRST = {
-    "": [], "model": ["model"], "optimizer": ["optimizer.lr", "optimizer.step", "optimizer.exp_avg", "optimizer.exp_avg_sq"],
+    "": [], "model": ["model"], "optimizer": ["optimizer.step", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.lr"],
     "schedule": ["schedule"], "scaler": ["scaler"], "position": ["position"], "generators": ["generators"],
 }  # fmt: skip
 """What is named where something is not restored."""
@@ -117,14 +117,14 @@ def test_a_step_that_returns_its_loss_is_compared_by_what_it_holds() -> None:
     assert "schedule" in [r.tensor for r in result]
 
 
-def test_the_cause_comes_before_what_follows_from_it() -> None:
+def test_a_state_that_the_loop_does_not_return_is_seen_in_the_steps_that_follow() -> None:
     """A place in the data that the loop does not return: a step later the batch differs, and so do
     states and weights.
     """
     loop = Loop(hides="position")
     fresh = partial(load, forget="position", hides="position")
     result = ng.check_resume(loop.step, loop.save, fresh, steps=2)
-    names = ["batch", "optimizer.exp_avg", "optimizer.exp_avg_sq", "model"]
+    names = ["model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "batch"]
     assert [r.tensor for r in result] == names, result
     assert any("2 steps after the load" in line for line in result.lines)
 
@@ -196,8 +196,8 @@ CASES: dict[str, tuple[Callable[[Loop, Path], None], list[str]]] = {
     "lost": (lose, ["nothing was compared"]),
     "everything": (
         everything,
-        ["optimizer.lr: 1 state, param_groups.0: 0.00729", "optimizer.step: 4 states, state.0: float32 of norm 3 #",
-         "position: 3 was saved, 0 is there", "optimizer.exp_avg: 4 states, state.0: ",
+        ["position: 3 was saved, 0 is there", "optimizer.step: 4 states, state.0: float32 of norm 3 #",
+         "optimizer.exp_avg: 4 states, state.0: ", "optimizer.lr: 1 state, param_groups.0: 0.00729",
          "weights: 4 states, 0.weight: float32 of norm "],
     ),
 }  # fmt: skip

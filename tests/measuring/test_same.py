@@ -134,7 +134,7 @@ def test_padding_that_is_seen_moves_log_probabilities() -> None:
     trainer = model_of()
     result = ng.same(trainer, partial(padded, trainer, is_masked=False), TOKENS)
     (reading,) = result
-    assert (reading.what, reading.stage) == ("other-log-probabilities", "loss")
+    assert (reading.what, reading.stage) == ("other-outputs", "loss")
     assert any("in another shape" in reason for reason in result.unseen.values())
     for part in (slice(0, 4), (0, 0)):  # fewer sequences, or no logits of tokens
         with pytest.raises(ng.errors.DataError, match="gives another number"):

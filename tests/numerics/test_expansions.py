@@ -1,6 +1,4 @@
-"""Expansions: roundings against torch's casts, sums and products against exact rationals, bounds
-asserted.
-"""
+"""Expansions: roundings against torch's casts, sums and products against exact rationals."""
 
 from __future__ import annotations
 
@@ -12,32 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import (
-    NearestEven,
-    Pair,
-    fast_two_sum,
-    grow,
-    mul,
-    pair_of,
-    two_prod,
-    two_sum,
-)
+from narrowgauge.numerics.expansions import NearestEven, two_prod, two_sum
 from narrowgauge.numerics.rounding import float_of
 from narrowgauge.spec.formats import get_format
-from oracles import rational_expansions as oracle
 from tensors import same_bits
 
 DROPPED = {"bfloat16": 16, "float16": 13, "float8_e4m3fn": 20, "float8_e5m2": 21}
-BFLOAT16 = NearestEven(16)
-U = 2.0**-8
-
-
-def lists(parts: Sequence[Tensor]) -> list[list[float]]:
-    return [part.tolist() for part in parts]
 
 
 def exact(parts: Sequence[Tensor]) -> list[Fraction]:
-    return oracle.values(lists(parts))
+    """The number that each expansion stands for."""
+    high, low = (part.tolist() for part in parts)
+    return [Fraction(x) + Fraction(y) for x, y in zip(high, low, strict=True)]
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -72,59 +56,3 @@ def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
         Fraction(x) * Fraction(y) for x, y in zip(a.tolist(), b.tolist(), strict=True)
     ]
     assert torch.equal(rn(p), p) and torch.equal(rn(e), e)
-
-
-def samples(seed: int, count: int = 1200) -> Pair:
-    """Pairs of all kinds: near powers of two, with largest, zero or far smaller second parts."""
-    generator = torch.Generator().manual_seed(seed)
-    power = 2.0 ** torch.randint(-6, 7, (count,), generator=generator)
-    x = torch.randn(count, dtype=torch.float64, generator=generator) * power
-    near = power * (1 + (torch.rand(count, dtype=torch.float64, generator=generator) - 0.5) * 4 * U)
-    x = torch.where(torch.rand(count, generator=generator) < 0.3, x.sign() * near, x)
-    high, low = pair_of(x, BFLOAT16)
-    half = high.frexp().exponent.float().exp2() * U / 2
-    half = half * torch.randn(count, generator=generator).sign()
-    kind = torch.randint(0, 10, (count,), generator=generator)
-    rounded = BFLOAT16(half * (1 - 2 * U))
-    for case, value in enumerate((half, rounded, 0 * half, BFLOAT16(half * 2.0**-9))):
-        low = torch.where(kind == case, value, low)
-    return fast_two_sum(high, low, BFLOAT16)
-
-
-def cancelling(x: Pair, seed: int) -> Tensor:
-    """Nearly the first part of -x, some spacings off."""
-    generator = torch.Generator().manual_seed(seed)
-    spacing = x[0].frexp().exponent.float().exp2() * U
-    return BFLOAT16(spacing * torch.randint(-2, 3, (len(x[0]),), generator=generator) - x[0])
-
-
-def products(x: Pair, y: Pair) -> list[Fraction]:
-    return [a * b for a, b in zip(exact(x), exact(y), strict=True)]
-
-
-def sums(x: Pair, y: Tensor) -> list[Fraction]:
-    return [a + b for a, b in zip(exact(x), exact((y,)), strict=True)]
-
-
-def test_errors_are_within_the_stated_bounds() -> None:
-    x = samples(1)
-    y = samples(2)
-    near = cancelling(x, 3)
-    for result, expected, bound in (
-        (grow(x, y[0], BFLOAT16), sums(x, y[0]), 2),
-        (grow(x, near, BFLOAT16), sums(x, near), 2),
-        (mul(x, y, BFLOAT16), products(x, y), 5),
-    ):
-        most = bound * Fraction(U) ** 2
-        assert oracle.worst(exact(result), expected) <= most
-        assert oracle.separated(lists(result), 8)
-        assert all(torch.equal(BFLOAT16(part), part) for part in result)
-        # The bound is not so wide that a result of one part would pass.
-        assert oracle.worst(exact(result[:1]), expected) > most
-
-
-def test_a_pair_is_as_near_as_it_can_be() -> None:
-    x = torch.randn(3000, generator=torch.Generator().manual_seed(10))
-    parts = pair_of(x, BFLOAT16)
-    assert oracle.worst(exact(parts), exact((x,))) <= Fraction(U) ** 2
-    assert oracle.separated(lists(parts), 8)

@@ -42,9 +42,8 @@ UNUSED = [
     Cast("float8_e5m2", "128x128", "float8_e8m0fnu", "stochastic"),
     Cast("float8_e4m3fn", "row", "power-of-two"),
     Cast("int8", "128x1", "float8_e8m0fnu"),
-    Cast("int4", "1x16", "float8_e4m3fn", "stochastic"),
-    Cast("float6_e3m2fn", "1x16", "float8_e4m3fn", rotation="hadamard"),
-    Cast("float6_e2m3fn", "column"),
+    Cast("int8", "1x16", "float8_e4m3fn", "stochastic"),
+    Cast("float4_e2m1fn", "column"),
 ]
 KEY = torch.tensor(-77, dtype=torch.int32)
 

@@ -11,10 +11,8 @@ import torch
 import expectations
 import narrowgauge as ng
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.planes import planes_of
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.update_rules import UPDATE_RULES
-from oracles.adamw import AdamW64
 
 OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 """The optimizer class of each rule."""
@@ -23,15 +21,6 @@ REPRESENTATIVES = {
     name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for
 }
 """One storage of each kind, with what it stands for."""
-
-
-def shifts(storage: Storage) -> dict[str, int]:
-    """Return the lowest bit of every field in an element of its plane."""
-    shift_of = {}
-    for plane in planes_of(storage):
-        for name, shift, _ in plane.fields:
-            shift_of[name] = shift
-    return shift_of
 
 
 def arrived(start: torch.Tensor, end: torch.Tensor, exact: torch.Tensor) -> float:
@@ -67,11 +56,13 @@ def stall(
         {weight: start.float()}
     )  # where bfloat16 is not yet what the storage holds, the case begins there
     start = optimizer.stored(weight)
-    exact = AdamW64(start, lr)
+    exact = torch.nn.Parameter(start.to(torch.float64, copy=True))
+    reference = torch.optim.AdamW([exact], lr=lr, weight_decay=0.0)
     for t in range(1, steps + 1):
         weight.grad = cycle[t % 50].to(weight.dtype)
+        exact.grad = cycle[t % 50].double()
         optimizer.step()
-        exact.step(cycle[t % 50])
+        reference.step()
     moved = optimizer.stored(weight).double() - start.double()
-    exact_change = exact.weight - start.double()
+    exact_change = exact.detach() - start.double()
     return float((moved - exact_change).norm() / exact_change.norm()), ng.audit(optimizer)["weight"]

@@ -14,7 +14,7 @@ from torch import Tensor
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim import GaLore, sample
-from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
+from narrowgauge.optim.audit import FEWEST, WINDOW, AuditedUpdates, Auditor, read, reading_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.torch_names import HostCopy
@@ -23,7 +23,7 @@ from optim.scenarios import REPRESENTATIVES, arrived
 from tensors import gaussian, take_steps, update_sums
 
 
-def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
+def steps(edqs: list[float], weight: float = 1.0) -> Tensor:
     """Audited steps of one tensor whose every update is ``weight`` long and arrives to the given
     shares.
     """
@@ -33,18 +33,27 @@ def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
         lost = 10 * (1 - min(1.0, abs(q)))
         row[:5] = row.new_tensor([weight, weight * q, weight * q * q, 10, lost])
         rows.append(row)
-    return rows
+    return torch.stack(rows)
+
+
+def reading_of_steps(rows: Tensor) -> AuditedUpdates:
+    """Return the reading of a window that is full, or not."""
+    window = rows.new_zeros(1, WINDOW, len(UPDATE_SUMS) + 1)
+    window[0, : len(rows), :-1] = rows
+    window[0, : len(rows), -1] = 1
+    return reading_of(read(window), 0)
 
 
 def stalls(edqs: list[float]) -> bool:
-    return read(steps(edqs)).stalls
+    return reading_of_steps(steps(edqs)).stalls
 
 
 def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
     assert not stalls([0.1] * (FEWEST - 1)) and stalls([0.1] * FEWEST)
     assert not stalls([MIN_EDQ] * WINDOW)
-    assert not read(steps([0.1]) + steps([0.1], weight=1e-3) * 7).stalls  # one event
-    nothing = read(steps([math.nan], weight=0.0) * 10)
+    one_event = torch.cat([steps([0.1]), steps([0.1] * 7, weight=1e-3)])
+    assert not reading_of_steps(one_event).stalls
+    nothing = reading_of_steps(steps([math.nan] * 10, weight=0.0))
     assert math.isnan(nothing.edq) and math.isnan(nothing.edq_error) and not nothing.stalls
 
 
@@ -68,15 +77,16 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     rows = {healthy: STORAGES["word"], stalled: STORAGES["naive"]}
     auditor = Auditor()
     raised = []
-    for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
+    shares = [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60
+    for step, share in enumerate(shares, 1):
         for owner, edq in ((healthy, 1.0), (stalled, share)):
             sample: Any = SimpleNamespace(owners=[owner], storage=rows[owner])
-            auditor.fresh.append((sample, 1, HostCopy(torch.stack(steps([edq])))))
+            auditor.fresh.append((sample, step, HostCopy(steps([edq]))))
         raised += auditor.collect(lambda: names)
         total = auditor.last
         assert total is not None and total[0] == 2.0 and total[1] == 1.0 + share
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
-    assert all(len(window) == WINDOW for window in auditor.windows.values())
+    assert read(auditor.windows)["num_audits"].tolist() == [WINDOW] * 3
     assert raised[0].message.startswith("'b' stores 35% of its update")
     assert raised[0].message.endswith("'word' would keep it.")
 
@@ -296,8 +306,8 @@ def lost_decay_of_two(
     intended = -lr * decay * (visible if is_leading else before)
     without, after = stored
     exact = 1 - (intended * (after - without)).sum() / intended.square().sum()
-    (window,) = optimizer.auditor.windows.values()
-    return update_metrics(window[-1])["lost_decay"].item(), exact.item()
+    last = optimizer.auditor.last
+    return update_metrics(last)["lost_decay"].item(), exact.item()
 
 
 OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (GaLore, "kahan")]

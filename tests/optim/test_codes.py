@@ -1,5 +1,5 @@
-"""Every code of every storage, value by value and relative to its row; what a weight is cut into; a
-step of each storage; and the random bits that cut.
+"""Every code of every storage, value by value and relative to its row; what a weight is cut into;
+and the random bits that cut.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import expectations
-import narrowgauge as ng
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
 from narrowgauge.optim import codes
-from narrowgauge.optim.planes import dropped_bits
-from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.walk import spans
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Code, Storage
-from optim.scenarios import shifts as shifts_in_planes
+from narrowgauge.optim.planes import Field, dropped_bits, fields_of
+from narrowgauge.spec.storages import STORAGES, Code, Storage
 from oracles import codes as oracle
 from tables import exhaustive
-from tensors import gaussian, unsigned
+from tensors import unsigned
 
 # The parts of an expansion are coded one by one: here each stands for itself.
 IN_TABLES = {
@@ -66,7 +62,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
         values = np.concatenate([values, -values])
     for shift in {0, 8, 32 - code.bits}:
         words = as_int32(steps * 2**shift | garbage(steps.shape, code.bits, shift))
-        result = codes.decode(code, words, shift).numpy()
+        result = codes.decode(Field(code=code, shift=shift), words).numpy()
         assert np.array_equal(result.astype(np.float64), values)
         assert np.array_equal(np.signbit(result), np.signbit(values))
 
@@ -87,9 +83,9 @@ def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> N
     steps = oracle.nearest_steps(values, x)
     expected = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     positive = torch.from_numpy(x.astype(np.float32))
-    assert np.array_equal(unsigned(codes.encode(code, positive, None, 0)), expected)
+    assert np.array_equal(unsigned(codes.encode(Field(code=code), positive, None)), expected)
     if code.signed:
-        negative = unsigned(codes.encode(code, -positive, None, 0))
+        negative = unsigned(codes.encode(Field(code=code), -positive, None))
         assert np.array_equal(negative, steps + 2 ** (code.bits - 1))
 
 
@@ -101,9 +97,9 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
     scales = [None, torch.tensor(2.0**-7), torch.tensor(2.0**126)] if code.is_window else [None]
     for addend in (0, None, 2 ** dropped_bits(code) - 1):
         for scale in scales:
-            words = codes.encode(code, nans, addend, 0, scale)
+            words = codes.encode(Field(code=code), nans, addend, scale)
             assert (words == words[0]).all()
-            value = codes.decode(code, words[:1], 0)
+            value = codes.decode(Field(code=code), words[:1])
             assert not value.signbit()
             assert value == values_of(code)[-1] if code.is_window else value.isnan()
 
@@ -115,7 +111,8 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
     dropped = dropped_bits(code)
     value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
     every = torch.arange(1 << dropped, dtype=torch.int32)
-    mean = float(codes.decode(code, codes.encode(code, value, every, 0), 0).double().mean())
+    field = Field(code=code)
+    mean = float(codes.decode(field, codes.encode(field, value, every)).double().mean())
     assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
 
 
@@ -124,6 +121,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
     code: Code, bound: float
 ) -> None:
+    field = Field(code=code)
     into, back = codes.multipliers(torch.tensor(bound))
     mantissa, exponent = math.frexp(bound)
     above = math.ldexp(1.0, exponent - (mantissa == 0.5))
@@ -132,11 +130,11 @@ def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
     tiny = torch.tensor([0.0, 2.0**-149, 2.0**-126, 1e-30, 1e-10])
     for addend in (0, None, 2 ** dropped_bits(code) - 1):
         if 2.0**-100 <= bound <= 2.0**80:
-            decoded = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
+            decoded = codes.decode(field, codes.encode(field, x, addend, into), back).tolist()
             assert abs(decoded[0] - bound) <= bound * 2.0**-code.mantissa_bits
             assert decoded[0] < window and decoded[1:] == [window] * 4
         if code.hold and addend != 2 ** dropped_bits(code) - 1:
-            steps = codes.encode(code, tiny, addend, 0, into)
+            steps = codes.encode(field, tiny, addend, into)
             assert steps[0] == 0 and (steps[1:] > 0).all()
 
 
@@ -153,19 +151,16 @@ def patterns() -> Tensor:
 
 def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tensor, Tensor]:
     """Return the visible bits of weights, and the weights read among other bits of their words."""
-    nothing = torch.zeros_like(x, dtype=torch.int32)
-    fields = {}
-    for name, shift in shifts_in_planes(storage).items():
-        fields[name] = nothing, shift
-    lane = codes.Lane(nothing, nothing.float(), fields, {})
-    seen, written = codes.write_weight(storage, lane, x, addend)
-    for name, bits in written.items():
-        shift = fields[name][1]
+    seen, written = codes.write_weight(storage, x, addend)
+    field = fields_of(storage)["weight"]
+    words = [torch.zeros_like(seen)] * field.plane
+    if field.name:
+        bits = words[-1] = written[field.name]
         if storage.tail_bits:
-            assert not (unsigned(bits) & garbage(bits.shape, storage.tail_bits, shift)).any()
-            bits = bits | as_int32(garbage(bits.shape, storage.tail_bits, shift))
-        fields[name] = bits, shift
-    return seen, codes.read_weight(storage, replace(lane, visible=seen))
+            others = garbage(bits.shape, field.bits, field.shift)
+            assert not (unsigned(bits) & others).any()
+            words[-1] = bits | as_int32(others)
+    return seen, codes.read_weight(storage, codes.Lane(seen, seen.float(), words, {}))
 
 
 @exhaustive("storage", WHOLE)
@@ -186,71 +181,6 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             # A tie goes up where more is kept: a tail has no room for both ends of a cell.
             visible = oracle.cut(expected, 16, 2**15 if storage.beside else None)
         assert np.array_equal(unsigned(seen)[finite], visible)
-
-
-# ── a step ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@exhaustive("storage", [row for row in STORAGES.values() if row.arithmetic != "expansion"])
-def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> None:
-    """The second step of a matrix, against NumPy's float32 or float64, operation by operation."""
-    dtype = getattr(torch, storage.visible)
-    p = nn.Parameter(gaussian(50, 60).to(dtype))
-    optimizer = ng.AdamW([p], lr=1e-3, storage=storage.name, compile=False, audit_every=0)
-    for step in range(2):
-        p.grad = gaussian(50, 60, seed=3 + step, scale=0.01).to(dtype)
-        if step == 1:
-            before = stored_values(optimizer, p)
-        optimizer.step()
-    weight, m, v = before
-    w = weight.dtype.type
-    gradient = p.grad.double().numpy().astype(weight.dtype)
-    scalars = ADAMW.prepare(optimizer.param_groups[0], 2)
-    share1, share2, size, correction, eps, decay = map(w, scalars)
-    m = m + (gradient - m) * share1
-    v = v + (gradient * gradient - v) * share2
-    change = m / (np.sqrt(v) * correction + eps) * size + decay * weight
-    expected = {"weight": weight + change, "exp_avg": m, "exp_avg_sq": v}
-    for (name, exact), stored in zip(expected.items(), stored_values(optimizer, p), strict=True):
-        code = storage.code(name)
-        if name == "weight" and code.parts > 1:  # Kahan's rule steps what is seen
-            continue
-        spacing = spacings(storage, optimizer, p, name, exact)
-        error = (stored.astype(np.float64) - exact) / spacing
-        assert not (stored.astype(np.float64) / spacing % 1).any(), name
-        if code.rounding == "nearest":
-            assert np.abs(error).max() <= 0.5, name
-        else:
-            assert np.abs(error).max() < 1.0, name
-            # As many go up as the remainders ask for: |z| < 5.
-            share = exact.astype(np.float64) / spacing % 1
-            assert abs(error.sum()) < 5 * np.sqrt((share * (1 - share)).sum()), name
-
-
-def stored_values(optimizer: ng.Optimizer, p: Tensor) -> list[np.ndarray]:
-    """The stored weight and moments, as a step reads them."""
-    state = optimizer.local_state(p)
-    assert state is not None
-    (span,) = spans(state)
-    lane = span.lane()
-    values = [codes.read(state.storage, lane).weight]
-    values += [codes.read_state(state.storage, lane, name) for name in STATE_NAMES]
-    return [value.clone().view(p.shape).numpy() for value in values]
-
-
-def spacings(
-    storage: Storage, optimizer: ng.Optimizer, p: Tensor, name: str, x: np.ndarray
-) -> oracle.Floats:
-    """How far apart the values of a code are around each x."""
-    code = storage.code(name)
-    lowest = np.full((len(x), 1), float(code.lowest))
-    if code.scaled:  # it ends at a power of two of its block
-        back = codes.multipliers(optimizer.state[p][f"{name}_bound"])[1]
-        lowest = lowest + np.log2(back.numpy())
-    elif name == "weight" and storage.visible == "float16":
-        lowest[:] = -14.0
-    binade = np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300)))
-    return np.asarray(2.0 ** (np.maximum(binade, lowest) - code.mantissa_bits))
 
 
 # ── random bits ───────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import narrowgauge as ng
-from tensors import parameters_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
 
@@ -52,31 +51,24 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
     first.
     """
     torch.manual_seed(0)
-    formats = {"word": torch.bfloat16, "float16/split": torch.float16, "float32": torch.float32}
-    weights = {}
-    for storage, dtype in formats.items():
-        weights[storage] = nn.Parameter(torch.randn(6, 4).to(dtype))
-    frozen = nn.Parameter(weights["float32"].detach().clone(), requires_grad=False)
-    alone = {}
-    for storage, weight in weights.items():
-        alone[storage] = ng.AdamW([copy.deepcopy(weight)], storage=storage, low_bits="zero")
-    groups = [
-        {"params": [weights["word"], weights["float16/split"], frozen]},
-        {"params": [weights["float32"]], "storage": "float32"},
-    ]
+    start = torch.randn(6, 4)
+    pairs = []
+    for storage, dtype in (
+        ("word", torch.bfloat16), ("float16/split", torch.float16), ("float32", torch.float32), ("float32", torch.float32),
+    ):  # fmt: skip
+        weight, twin = (nn.Parameter(start.to(dtype, copy=True)) for _ in range(2))
+        pairs.append((weight, twin, ng.AdamW([twin], storage=storage, low_bits="zero")))
+    narrow, half, frozen, wide = (weight for weight, _, _ in pairs)
+    frozen.requires_grad_(False)
+    groups = [{"params": [narrow, half, frozen]}, {"params": [wide], "storage": "float32"}]
     optimizer = ng.AdamW(groups, low_bits="zero")
     frozen.requires_grad_()
-    pairs = []
-    for storage, separate in alone.items():
-        pairs.append((weights[storage], parameters_of(separate)[0], separate))
-    pairs.append((frozen, *pairs[-1][1:]))
     for step in range(2):
-        for p, q, _ in pairs:
+        for p, q, separate in pairs:
             p.grad = torch.full_like(p, 0.3 + step)
             q.grad = p.grad.clone()
-        optimizer.step()
-        for separate in alone.values():
             separate.step()
+        optimizer.step()
     for p, q, separate in pairs:
         assert torch.equal(optimizer.stored(p), separate.stored(q))
         assert optimizer.storage_of(p) == separate.storage_of(q)

@@ -183,6 +183,40 @@ def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses() -> 
         assert optimizer.stored(first, "exp_avg").any()
 
 
+@pytest.mark.parametrize("storage", ["exact", "compact"])
+def test_a_tensor_that_takes_the_place_of_another_is_stepped(storage: str) -> None:
+    """As an object of the state, or as an object's memory."""
+    outcomes = []
+    for way in ("in place", "object", "memory"):
+        optimizer = trained(storage)
+        for state in optimizer.state.values():
+            for name in state.keys() - {"step"}:
+                new = state[name].flip(0)
+                if way == "in place":
+                    state[name].copy_(new)
+                elif way == "object":
+                    state[name] = new
+                else:
+                    state[name].data = new
+        take_steps(optimizer, range(2))
+        outcomes.append(everything(optimizer))
+    assert_same_bits(outcomes[0], outcomes[1])
+    assert_same_bits(outcomes[0], outcomes[2])
+
+
+def test_a_state_given_to_another_rules_optimizer_is_stepped_by_that_rule() -> None:
+    """As a script does that keeps the moments when it goes from Adam to AdamW."""
+    outcomes = []
+    for is_copied in (False, True):
+        adam = trained("word", rule="adam")
+        adamw = build("adamw", parameters_of(adam), "word", lr=1e-3, weight_decay=0.5)
+        for parameter, state in adam.state.items():
+            adamw.state[parameter] = dict(state) if is_copied else state
+        take_steps(adamw, range(2))
+        outcomes.append(everything(adamw))
+    assert_same_bits(*outcomes)
+
+
 @pytest.mark.parametrize("storage", ["float16/split", "float16/master", "word"])
 @pytest.mark.parametrize("size", [1e-9, 1e6])
 def test_a_float32_gradient_of_a_16_bit_weight_is_read_as_it_is(storage: str, size: float) -> None:

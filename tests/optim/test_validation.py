@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.validation import device_of_step
-from optim.pairs import RULES, build, everything, parameters
+from optim.pairs import PAIRS, RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
 
@@ -29,14 +30,14 @@ LATER: dict[str, dict[str, Any]] = {
     "plain sgd": {"lr": 0.07, "weight_decay": 0.4},
     "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4},
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
-    "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "ns_dtype": "float32", "adjust_lr_fn": "original"},
+    "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "adjust_lr_fn": "original"},
     "galore": LOW_RANK,
 }  # fmt: skip
 
 
 @functools.cache
-def after_four_steps(rule: str, **options: Any) -> dict[str, Tensor]:
-    optimizer = build(rule, parameters("word"), "word", **options)
+def after_four_steps(rule: str, count: int) -> dict[str, Tensor]:
+    optimizer = build(rule, parameters("word")[:count], "word")
     take_steps(optimizer, range(4))
     return everything(optimizer)
 
@@ -48,7 +49,8 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
     rule: str, option: str
 ) -> None:
     """And makes a difference, so that the comparison says something."""
-    moved = build(rule, parameters("word"), "word")
+    count = 2 if option == "adjust_lr_fn" else 3  # vectors take no rate of Muon's own
+    moved = build(rule, parameters("word")[:count], "word")
     take_steps(moved, range(2))
     fresh = build(rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(moved)], "word")
     fresh.load_state_dict(moved.state_dict())
@@ -59,7 +61,7 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
         take_steps(optimizer, range(2, 4))
     assert_same_bits(everything(moved), everything(fresh))
     with pytest.raises(AssertionError):
-        assert_same_bits(everything(moved), after_four_steps(rule))
+        assert_same_bits(everything(moved), after_four_steps(rule, count))
 
 
 MOVED: dict[str, tuple[str, str, object, str]] = {
@@ -78,6 +80,67 @@ def test_options_that_need_other_states_are_refused(name: str) -> None:
     optimizer.param_groups[0][option] = value
     with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
+    assert_same_bits(before, everything(optimizer))
+
+
+WRONG: dict[str, Any] = {
+    "lr": math.nan, "seed": 0.5, "storage": "exakt", "low_bits": "one", "rule": "signs", "maximize": True,
+}  # fmt: skip
+OF_OURS = {
+    "betas": (0.9, 1.5), "weight_decay": -1.0, "momentum": math.nan, "ns_steps": 0, "nesterov": 2, "weight_deacy": 0.1,
+}  # fmt: skip
+"""A user's rule checks its own options."""
+
+
+@exhaustive(
+    ("rule", "option"),
+    [(rule, option) for rule in RULES for option in (WRONG if rule == "own" else WRONG | OF_OURS)],
+)
+def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule: str, option: str) -> None:
+    """Before a state of any group moves. The optimizer goes on with the old option."""
+    optimizer = build(rule, [{"params": [p]} for p in parameters("word")[:2]], "word")
+    take_steps(optimizer, range(1))
+    before = everything(optimizer)
+    group = optimizer.param_groups[1]
+    options = dict(group)
+    group[option] = (WRONG | OF_OURS)[option]
+    with pytest.raises(ng.errors.RecipeError, match=option.rstrip("s")):
+        take_steps(optimizer, range(1, 2))
+    assert_same_bits(before, everything(optimizer))
+    group.clear()
+    group.update(options, initial_lr=1.0, note=torch.ones(2), no_weight_decay=True)
+    take_steps(optimizer, range(1, 2))
+
+
+def test_an_option_written_in_place_is_checked_too() -> None:
+    rate = torch.tensor(0.1)
+    betas: list[float] = [0.9, 0.99]
+    optimizer = ng.AdamW(parameters("word"), lr=rate, betas=betas, compile=False)  # type: ignore[arg-type]
+    take_steps(optimizer, range(1))
+    betas[1] = 1.5
+    with pytest.raises(ng.errors.RecipeError, match="beta2 = "):
+        take_steps(optimizer, range(1))
+    betas[1] = 0.99
+    rate.fill_(torch.nan)
+    with pytest.raises(ng.errors.RecipeError, match="lr = "):
+        take_steps(optimizer, range(1))
+
+
+@exhaustive(("rule", "storage"), PAIRS)
+def test_a_parameter_whose_elements_share_memory_is_refused(rule: str, storage: str) -> None:
+    """When the optimizer is made, and later before a state moves."""
+    shared = parameters(storage, [(1, 10)])[0].data.expand(12, 10)
+    with pytest.raises(ng.errors.RecipeError, match="share memory"):
+        build(rule, [nn.Parameter(shared)], storage)
+    optimizer = build(rule, parameters(storage)[:2], storage)
+    take_steps(optimizer, range(1))
+    before = everything(optimizer)
+    last = parameters_of(optimizer)[1]
+    values = last.data
+    last.data = values.as_strided(values.shape, (1, 1))
+    with pytest.raises(ng.errors.RecipeError, match="share memory"):
+        take_steps(optimizer, range(1, 2))
+    last.data = values
     assert_same_bits(before, everything(optimizer))
 
 
@@ -122,6 +185,25 @@ def adopting(name: str, *shape: int, has_weight: bool = True) -> Callable[[], An
     return adopt
 
 
+def later_original() -> None:
+    optimizer = build("muon", parameters("word"), "word")
+    optimizer.param_groups[0]["adjust_lr_fn"] = "original"
+    take_steps(optimizer, range(1))
+
+
+class Holder(Tensor):
+    """A tensor that holds others, as torchao's quantized weights do, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Holder:
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, shape, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].shape)  # detached
+
+
 ones = torch.ones(2, 3)
 MUON = "no matrix.*'rule': 'adamw'"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -137,12 +219,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "maximize of a group": (in_group(maximize=True), "maximize = True"),
     "a norm of a group": (in_group(max_grad_norm=1.0), "clip_grad_norm_"),
     "a rule of a group": (in_group(rule="lion"), "one of adamw"),
+    "a rate of Muon for vectors": (later_original, MUON),
     "vectors of Muon": (lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02), MUON),
     "a rule that is not monotone": (with_own_rule("compact"), "does not say that it is monotone"),
+    "nesterov alone": (lambda: ng.SGD([narrow(4, 6)], nesterov=True), "momentum = 0.0"),
+    "nesterov dampened": (
+        lambda: ng.SGD([narrow(4, 6)], momentum=0.9, dampening=0.1, nesterov=True), "dampening = 0.1"
+    ),
     "two devices": (lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")]), "cpu and meta"),
     "one memory": (on_one_memory, "another parameter has its memory"),
     "a parameter twice": (given_twice, "it is passed twice"),
     "no memory": (lambda: ng.AdamW(nn.Linear(4, 4, device="meta")), "on the meta device"),
+    "codes": (lambda: ng.AdamW([nn.Parameter(Holder((2, 3)))]), "Holder that has no memory"),
     "a state without a weight": (adopting("exp_avg", 2, 3, has_weight=False), "without the weights"),
     "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
     "a state of another shape": (adopting("exp_avg", 3, 2), "'exp_avg' of shape"),
@@ -155,6 +243,15 @@ def test_what_cannot_be_obeyed_is_refused_in_one_line(name: str) -> None:
     refused, words = REFUSED[name]
     with pytest.raises(ng.errors.RecipeError, match=words):
         refused()
+
+
+def test_frozen_parameters_that_hold_other_tensors_are_left_alone() -> None:
+    weight = narrow(2, 3)
+    frozen = [nn.Parameter(Holder((2, 3)), requires_grad=False) for _ in range(2)]
+    optimizer = ng.AdamW([*frozen, weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert list(optimizer.state) == [weight]
 
 
 def test_what_is_refused_changes_nothing() -> None:
@@ -176,6 +273,7 @@ def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
     optimizer = ng.Muon([narrow(4, 6)], lr=0.02)
     optimizer.add_param_group({"params": [narrow(5)], "rule": "adamw", "lr": 3e-4})
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    take_steps(optimizer, range(1))  # with the betas of the first group
     alike = ng.Muon([narrow(4, 6), narrow(5)], lr=3e-4, adjust_lr_fn="match_rms_adamw")
     assert len(alike.param_groups[0]["params"]) == 2
 
@@ -205,10 +303,8 @@ def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
     take_steps(optimizer, range(1))
     schedule.step()
     (group,) = optimizer.param_groups
-    if "betas" in group:
-        assert 0.85 < group["betas"][0] < 0.95
-    else:
-        assert 0.85 < group["momentum"] < 0.95
+    momentum = group["momentum"] if "momentum" in group else group["betas"][0]
+    assert 0.85 < momentum < 0.95
     if "momentum" in group:
         optimizer.stored(group["params"][0], "momentum_buffer")  # no KeyError
 

@@ -30,11 +30,8 @@ Floats = NDArray[np.float32]
 LARGEST = {
     "float8_e4m3fn": (448, 8),
     "float8_e5m2": (57344, 15),
-    "float6_e3m2fn": (28, 4),
-    "float6_e2m3fn": (Fraction(15, 2), 2),
     "float4_e2m1fn": (6, 2),
     "int8": (127, 6),
-    "int4": (7, 2),
 }
 BLOCKS = {
     "1x16": (1, 16), "16x1": (16, 1), "16x16": (16, 16), "1x32": (1, 32), "32x1": (32, 1), "1x128": (1, 128),
@@ -225,9 +222,7 @@ def nearest(v: Floats, format: str) -> Floats:
         end = float(LARGEST[format][0])
         clipped = np.clip(v, -end, end)
         rounded = (
-            np.rint(clipped)
-            if format in ("int8", "int4")
-            else clipped.astype(getattr(ml_dtypes, format))
+            np.rint(clipped) if format == "int8" else clipped.astype(getattr(ml_dtypes, format))
         )
         return np.where(np.isnan(v), np.float32(np.nan), rounded.astype(np.float32))
 
@@ -235,7 +230,7 @@ def nearest(v: Floats, format: str) -> Floats:
 @cache
 def values_of(format: str) -> tuple[float, ...]:
     """Every finite value, ascending; of integers those of -127 … 127."""
-    if format in ("int8", "int4"):
+    if format == "int8":
         end = int(LARGEST[format][0])
         return tuple(map(float, range(-end, end + 1)))
     dtype = getattr(ml_dtypes, format)

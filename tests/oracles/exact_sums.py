@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from oracles.casting import exponent_of, single
+
 
 def exact_sum(values: Iterable[float]) -> Fraction:
     """The sum of finite floats as a fraction."""
@@ -35,11 +37,7 @@ def squares_bound(values: Sequence[float]) -> Fraction:
     """
     largest = max(Fraction(value) ** 2 for value in values)
     width = 63 - len(values).bit_length()
-    power = Fraction(1)
-    while power <= largest:
-        power *= 2
-    while power > 2 * largest > 0:
-        power /= 2
+    power = Fraction(2) ** (exponent_of(largest) + 1) if largest else Fraction(1)
     return (
         len(values) * power / Fraction(2) ** (2 * width + 1) + exact_sum_of_squares(values) / 2**52
     )
@@ -90,16 +88,5 @@ def sum_on_grid(values: Iterable[float], exponent: int = -74) -> float:
 
 
 def nearest_float32(value: Fraction) -> float:
-    """The float32 nearest to a fraction, zero or not subnormal, ties to even; an infinity beyond
-    the range.
-    """
-    if value == 0:
-        return 0.0
-    size = abs(value)
-    if size >= Fraction(2) ** 128 - Fraction(2) ** 103:
-        return math.copysign(math.inf, value)
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    if Fraction(2) ** exponent > size:
-        exponent -= 1
-    spacing = Fraction(2) ** (exponent - 23)
-    return float(round(value / spacing) * spacing)
+    """The float32 nearest to a fraction, ties to even; an infinity beyond the range."""
+    return math.copysign(float(single(abs(value))), value)

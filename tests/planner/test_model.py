@@ -125,6 +125,7 @@ def test_models_of_the_trainer_and_of_folders_are_counted_alike(tmp_path: Path) 
         assert read_model(model.name).num_parameters == model.num_parameters
     (tmp_path / "config.json").write_text(json.dumps(CLASSES["mixtral-8x7b"]))
     assert read_model(str(tmp_path)).num_parameters == 46_702_792_704
+    assert read_model(built(CLASSES["mixtral-8x7b"])).layers == read_model(tmp_path).layers
 
 
 @pytest.mark.parametrize("kind", ["mamba", "jetmoe"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import layer_bytes
+from narrowgauge.planner.next import read_measured
 from narrowgauge.planner.plan import plan
+from narrowgauge.runs import Record
 from planner.jobs import LLAMA, estimate
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
@@ -198,23 +201,16 @@ TITAN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "rate", "peak", "difference"),
-    [
-        ({"chips": 128}, 834_000, 66.6, "layout, batch, precision, chips to 16 times"),
-        (
-            {"recipes": "float8-tensor/float32"},
-            68_300,
-            82.5,
-            "layout, batch, precision, chips to 16 times",
-        ),
-    ],
+    ("changes", "rate", "peak"),
+    [({"chips": 128}, 834_000, 66.6), ({"recipes": "float8-tensor/float32"}, 68_300, 82.5)],
 )
 def test_torchtitans_next_runs_are_as_measured(
-    changes: dict[str, Any], rate: float, peak: float, difference: str
+    changes: dict[str, Any], rate: float, peak: float
 ) -> None:
     """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md."""
     told = ng.MeasuredRun(**TITAN).next(**changes)
-    assert told.difference == difference and "recompute selective" in str(told)
+    assert told.difference == "layout, batch, precision, chips to 16 times"
+    assert "recompute selective" in str(told)
     assert told.rate_interval[0] < rate < told.rate_interval[1]
     assert told.peak_interval[0] < peak < told.peak_interval[1]
 
@@ -263,13 +259,15 @@ def test_what_differs_most_decides_the_interval() -> None:
         assert high / low == pytest.approx((1 + ERRORS["next"][difference]) ** 2)
 
 
-def test_a_second_run_that_differs_less_corrects_the_plan() -> None:
-    long = ng.MeasuredRun(
-        **{**TITAN, "sequence_length": 65_536, "layout": "fsdp2", "tokens_per_second": 20_000}
-    )
-    run = ng.MeasuredRun(**TITAN, others=(long,))
-    told = run.next(sequence_length=65_536, layout="fsdp2", chips=16)
-    assert told.difference == "layout, batch, precision, chips to 16 times"
+def test_what_the_measured_run_did_not_name_is_told() -> None:
+    """`plan next` once took float8-row/word for a run that did not say its recipe, silently."""
+    words = "model=llama-8b chip=H100-SXM chips=8 layout=fsdp2 tokens_per_second=53336"
+    result = CliRunner().invoke(main, ["plan", "next", words, "chips=16"])
+    assumed = "sequence_length=4096, recipes=float8-row/word, program=compiled\n"
+    assert f"      assumed: {assumed}" in result.output
+    asked = CliRunner().invoke(main, ["plan", "next", words, "chips=16", "--json"])
+    assert json.loads(asked.output)["assumed"]["recipes"] == "float8-row/word"
+    assert "assumed" not in str(ng.MeasuredRun(**TITAN))
 
 
 def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
@@ -286,12 +284,28 @@ def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
     file.write_text('model = "llama-8b"\nlog = "log.csv"\n')
     for run, says in (
         (str(file), "no machine"),
-        ("model=llama-8b chip=128 tokens_per_second=1e9", "chip = 128: it must be a name"),
+        ("model=llama-8b chip=128 tokens_per_second=1e9", "no chip is named .128"),
         ("model=llama-8b chip=T4 tokens_per_second=1e9", "more than the peak"),
         ("nowhere.toml", r"nowhere.toml because it is not there.*'model=llama-8b chip="),
     ):
         result = CliRunner().invoke(main, ["plan", "next", run])
         assert result.exit_code == 2 and re.search(says, result.output)
+
+
+def test_a_run_folder_of_our_trainer_needs_no_file(tmp_path: Path) -> None:
+    config = {
+        "model": "llama-8b", "recipe": "bfloat16/word", "sequence_length": 2048, "batch_size": 64,
+        "gradient_accumulation_steps": 16,
+    }  # fmt: skip
+    machine = {"ranks": 8, "device": "NVIDIA A100-SXM4-40GB"}
+    with Record.create(tmp_path / "run", {"config": config, "machine": machine}) as record:
+        for step, rate in enumerate((10_000, 20_000, 21_000), 1):
+            row = {"tokens_per_second": rate, "peak_memory_bytes": 3 * 10**10}
+            record.append("steps", {"step": step, "loss": 1.0, **row})
+    run = read_measured(str(tmp_path / "run"))
+    assert (run.tokens_per_second, run.peak_gb, run.assumed) == (20_000, 30, {})
+    assert run.job.cluster.name == "8 × A100-SXM4-40GB"
+    assert str(run.job.layout).startswith("shard 8, micro-batch 4 × 2")
 
 
 def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:

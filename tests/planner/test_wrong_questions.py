@@ -6,13 +6,10 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import read_program
-
-TOKENS = torch.zeros(8, 32, dtype=torch.int64)
 
 
 def refused(**question: Any) -> str:
@@ -25,13 +22,14 @@ def refused(**question: Any) -> str:
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
+    "model": ("./nowhere", "nowhere/there", "a--b/c", "..", "", 5),
     "tokens": (math.nan, 0.5, math.inf, "1e9"),
     "lora": (-1, 1.5, math.nan, "16", 99_999_999),
     "chips": (1.5, 0, -8, math.nan, True),
     "sequence_length": (0, 512.5, math.nan),
     "tokens_per_step": (0, math.nan, math.inf, 100),
     "base": ("nf5", "float8", "nf4"),
-    "batch": (TOKENS,),
+    "layout": ("tensr=2", 5),
     "program": ("torchtitn", "los=whole", "loss=none"),
     "experts": ("nf5", "nf4"),
     "foo": (3,),

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from narrowgauge.measuring.comparison import compare_runs, shown_difference
-from narrowgauge.report.curves import axis_range, curves_of
-from narrowgauge.report.interval_figure import interval_figure
+from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.report.curves import axis_range, curves_of, intervals_of
 from narrowgauge.report.page import learned, page_runs, render
 from narrowgauge.runs.record import Run
 
@@ -66,14 +65,15 @@ def test_the_interval_figure_shows_each_difference_with_its_interval(make_run: M
         for seed, value in enumerate(values):
             runs.append(make_run(recipe, seed, loss=lambda _, value=value: value - 0.1))
     comparison = compare_runs(runs)
-    figure = interval_figure(comparison)
-    words = shown_difference(comparison.rows[1])
-    assert f"<title>{words} nats</title>" in figure and "loss minus bfloat16/master" in figure
-    ends = re.search(r'<path d="M([\d.]+) \d+H([\d.]+)"', figure).groups()
-    low, high = map(float, ends)
-    centre = float(re.search(r'<circle cx="([\d.]+)"', figure)[1])
-    assert 220 < centre == pytest.approx((low + high) / 2, abs=0.1) and low < centre - 1
-    assert interval_figure(compare_runs(runs[:2])) == ""
+    figure = intervals_of(comparison)
+    baseline, word = comparison.rows
+    low, high = word["difference_interval"]
+    (drawn,) = figure["data"]
+    assert drawn["y"] == ["bfloat16/word"] and drawn["x"] == [word["difference"]]
+    assert drawn["error_x"]["array"] == pytest.approx([(high - low) / 2])
+    (band,) = figure["layout"]["shapes"]
+    assert -band["x0"] == band["x1"] == comparison.acceptable > 0 and baseline["difference"] is None
+    assert intervals_of(compare_runs(runs[:2])) == {}
 
 
 def test_the_page_says_whether_the_models_learned(make_run: MakeRun) -> None:

@@ -46,7 +46,7 @@ def opened(folder: Path, source: str) -> tuple[str, list[str]]:
 @pytest.fixture
 def report(make_run: MakeRun) -> str:
     """Four runs of three recipes; a tensor and a message that would like to run."""
-    events = ({"what": "lost-updates", "step": 50, "tensor": EVIL, "text": EVIL},)
+    events = ({"what": "stored-share", "step": 50, "tensor": EVIL, "text": EVIL},)
     runs = [make_run("bfloat16/word", seed, 60, events=events) for seed in (0, 1)]
     runs.append(
         make_run("bfloat16/naive", steps=60, loss=lambda step: 2.5 + 5 * math.exp(-step / 30))
@@ -63,7 +63,8 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(
     assert console == [] and "data-broken" not in dom[:600]
     num_curves = len(re.findall(r'<div id="curve-\d"', report))
     drawn = re.findall(r'<div id="curve-\d"[^>]*js-plotly-plot', dom)
-    assert num_curves == len(drawn) == 2
+    assert num_curves == len(drawn) == 2 and dom.count('data-title="Download plot"') == 3
+    assert report.count('"format": "svg"') == 3
     assert "&lt;script&gt;document." in dom
     body = report.partition("</head>")[2]
     assert not re.search(r"(?:src|href)=[\"']?https?:", body) and len(body) < 200_000

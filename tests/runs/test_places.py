@@ -10,7 +10,7 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.places import lock, new_folder, only_run, unlock
+from narrowgauge.runs.places import lock, only_run, unlock
 from narrowgauge.runs.writer import Record
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
 from trainer.tiny_runs import bytes_of, call
@@ -96,16 +96,6 @@ def test_what_is_not_ours_to_write_is_refused_and_unchanged(
     unlock(held_by)
 
 
-@pytest.mark.parametrize("command", sorted(WRITE))
-def test_an_empty_path_is_no_path(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [word if word != "PLACE" else "" for word in WRITE[command].split()]
-    result = call(*words)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "empty" in result.stderr
-
-
 def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
     run = run_at(tmp_path / "run")
     assert call("report", str(run)).exit_code == 0
@@ -129,21 +119,3 @@ def test_our_record_wins_over_a_log_beside_it(tmp_path: Path) -> None:
         (out / name).unlink(missing_ok=True)
     with pytest.raises(RecordError, match="holds 2"):
         ng.read_run(run_at(tmp_path / "first").parent)
-
-
-def test_a_stray_file_ends_no_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Finder, an editor, or a kill before the first file of a run leaves one."""
-    monkeypatch.chdir(tmp_path)
-    tokens_at(tmp_path / "tokens")
-    words = f"compare --recipes bfloat16/word {TRAIN} --data tokens --out place".split()
-    (tmp_path / "place" / "bfloat16-word-seed1").mkdir(parents=True)
-    for seeds in ("1", "2"):
-        file_at(tmp_path / "place" / ".DS_Store")
-        assert call(*words, "--seeds", seeds).exit_code == 0
-    assert (tmp_path / "place" / ".DS_Store").read_text() == "mine"
-
-
-def test_a_new_folder_brings_its_parents(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "a" / "b") as folder:
-        file_at(folder / "file")
-    assert (tmp_path / "a" / "b" / "file").read_text() == "mine"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from narrowgauge.errors import RecordError
-from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import Record
@@ -139,14 +137,6 @@ def test_a_damaged_or_newer_run_is_refused(version: object, folder: Path) -> Non
             read(folder)
 
 
-def test_a_second_writer_is_refused_while_the_first_lives(folder: Path) -> None:
-    with Record.open(folder):
-        with pytest.raises(RecordError, match="another process, or a recorder of this one"):
-            Record.open(folder)
-        assert len(read_run(folder).steps) == 4
-    Record.open(folder).close()
-
-
 def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,13 +154,3 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
         with pytest.raises(RecordError, match=words):
             record.append("steps", {"step": 5, "loss": 0.0})
     assert read_run(folder).steps == before and not read_run(folder).notes
-
-
-def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
-    damaged = shutil.copytree(folder, folder.with_name("damaged"))
-    (damaged / "run.toml").write_text("recipe = ")
-    messages: list[str] = []
-    assert [run.path for run in read_runs([folder.parent], messages.append)] == [folder]
-    assert len(messages) == 1 and "damaged/run.toml is damaged" in messages[0]
-    with pytest.raises(RecordError, match="is damaged"):
-        read_runs([folder, damaged], messages.append)

@@ -40,12 +40,11 @@ def test_aliases_lead_to_full_names() -> None:
         ("collage-plus", "bfloat16/collage-plus"),
         # Names of other libraries.
         ("16-mixed", "float16/float32"), ("16-true", "float16/naive"), ("bf16-true", "bfloat16/naive"),
-        ("32-true", "float32/float32"), ("32", "float32/float32"), ("amp", "float16/float32"),
+        ("32-true", "float32/float32"), ("32", "float32/float32"),
         ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
         ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
         ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"),
         ("MXFP8BlockScaling", "mxfp8/word"),
-        ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
     ],
 )  # fmt: skip
 def test_names_in_every_spelling_and_of_other_libraries(spelling: str, name: str) -> None:

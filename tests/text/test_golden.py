@@ -50,7 +50,7 @@ def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float)
 
 
 def compared() -> list[Run]:
-    alarm = Reading(10, "storage", "norm.weight", "lost-updates", 0.3, 1.0, 0.1)
+    alarm = Reading(10, "storage", "norm.weight", "stored-share", 0.3, 1.0, 0.1)
     lost: dict[str, Any] = {"edq": 0.3, "events": [alarm.to_dict()]}
     return [
         *with_validation("bfloat16/master", (4.0, 4.1, 4.2), 0.5),

@@ -44,11 +44,9 @@ COMMANDS = [
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("plan run", "UsageError", "--model"),
     (f"{CHIP} --layout head", "RecipeError", "layout = .head.*fsdp2"),
-    (f"{CHIP} --lora 99999999", "RecipeError", "lora = 99999999"),
     ("show storages --params 0", "RecipeError", "params = 0"),
     (f"{CHIP} --chips eight", "UsageError", "'eight'"),
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
-    (f"{CHIP} --layout tensr=2", "RecipeError", "mean 'tensor'"),
     ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),
     (f"{CHIP} --rule moun", "RecipeError|UsageError", "moun"),
     ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
@@ -113,8 +111,8 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),
         NarrowgaugeError, "tensor.: 3.*does not divide llama-8b",
     ),
-    "no sequence": (lambda: plan("llama-8b", chip="H100-SXM", sequence_length=0), NarrowgaugeError, "sequence_length = 0"),
     "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "its own chips"),
+    "a module": (lambda: plan(layers(), chip="H100-SXM"), DataError, "plan Sequential: .*config"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
 }  # fmt: skip

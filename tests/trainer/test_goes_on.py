@@ -90,7 +90,7 @@ def test_an_interruption_saves_and_the_same_command_goes_on(
         patch.setattr(session, "train_step", train_step)
         interrupted = call(*words)
     assert interrupted.exit_code == 130
-    assert "The same command goes on" in interrupted.stdout
+    assert "The same command continues" in interrupted.stdout
     assert [path.name for path in checkpoints.folders(folder)] == ["step-00000003"]
     assert call(*words).exit_code == 0
     assert_same_run(read_run(folder), uninterrupted["naive"])

@@ -1,16 +1,17 @@
 """``prepare`` applies a recipe to a model: it builds the optimizer, rounds the weights and swaps
 layers.
 
-The order of the steps matters. The optimizer is built of rounded copies, so that what it refuses
-leaves the model as it was. Then the model is rounded, and on many ranks sharded, since FSDP2 gathers
-a group of parameters in one format. At the end the optimizer gets the model's parameters, and takes
-its tails from the float32 weights.
+The order of the steps matters. An optimizer is first built of rounded copies, so that what it
+refuses leaves the model as it was. Then the model is rounded, and on many ranks sharded, since FSDP2
+gathers a group of parameters in one format. At the end the optimizer is built of the model's
+parameters, and takes its tails from the float32 weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,26 @@ from typing_extensions import TypeVar
 
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.reduction import reduce_gradients_with, require_no_statistics
+from narrowgauge.distributed.reduction import reduce_gradients_with, require_summable
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
+from narrowgauge.optim.parameter_formats import (
+    cast_statistics,
+    refuse_shared_memory,
+    round_in_place,
+    rounded,
+)
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import multiplies
 from narrowgauge.torch_support.torch_names import plain_name
+from narrowgauge.transforms.scalify import rules_of, scalify
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
@@ -75,7 +82,8 @@ def prepare(
         recipe: a name such as ``"bfloat16/word"``, or a
             :class:`narrowgauge.spec.recipes.Recipe`.
         optimizer: one of Narrowgauge's classes, or a function that makes one from named parameters,
-            ``storage=``, ``seed=`` and the options.
+            ``storage=``, ``seed=`` and the options. It is first called with copies, to learn what
+            it refuses.
         seed: seed of stochastic rounding.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
             with ``shard="none"`` and the reduction ``reproducible``. A mesh of two axes replicates
@@ -112,10 +120,12 @@ def prepare(
     policy = parse(recipe)
     _require_trainable(model, policy, mesh, shard)
     visible = policy.storage.visible
-    copies: dict[str, Tensor] = {}
+    build = partial(optimizer, storage=policy.storage.name, seed=seed, **options)
+    copies = []
     for name, parameter in _trained(model).items():
-        copies[name] = nn.Parameter(rounded(parameter.detach(), visible))
-    stepper = optimizer(list(copies.items()), storage=policy.storage.name, seed=seed, **options)
+        copies.append((name, nn.Parameter(rounded(parameter.detach(), visible))))
+    build(copies)
+    del copies
 
     if mesh is not None:
         sharding.make_equal(model, mesh)
@@ -129,27 +139,16 @@ def prepare(
         wire = policy.reduction.wire
         sharding.shard(model, mesh, offload=offload, wire=wire, average=average)
     if policy.compute.transform == "scalify":
-        from narrowgauge.transforms import scalify
+        scalify(model)
 
-        scalify.scalify(model)
-
-    _hand_over(stepper, model, copies, values)
+    trained = _trained(model)
+    stepper = build(list(trained.items()))
+    stepped = stepper.parameter_names()  # a user's function may leave some out
+    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items() if p in stepped})
     if policy.reduction.order_invariant:
         stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
     stepper.scales_loss = policy.compute.scales_loss
     return model, stepper
-
-
-def _hand_over(
-    stepper: Optimizer, model: nn.Module, copies: dict[str, Tensor], values: dict[str, Tensor]
-) -> None:
-    """Give an optimizer of copies the model's own parameters, and the values that they had."""
-    trained = _trained(model)
-    names = {copy: name for name, copy in copies.items()}
-    for group in stepper.param_groups:
-        group["params"] = [trained[names[copy]] for copy in group["params"]]
-    stepper.name_parameters(model)
-    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items()})
 
 
 def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
@@ -177,8 +176,11 @@ def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) 
                 f"Cannot train '{name}' of {this} because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
+    refuse_shared_memory(_trained(model).values())
     if recipe.reduction.order_invariant:
-        require_no_statistics(model)
+        require_summable(model)
+    if recipe.compute.transform == "scalify":
+        rules_of(model)
     if mesh is not None:
         sharding.require_mesh(mesh, shard)
     lacks_mesh = mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1
@@ -209,17 +211,14 @@ def _narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> None:
     is_slow = next(model.parameters()).device.type != "cuda" and not multiplies(recipe.dtype)
     # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
-    wide: Compute | None = None
-    if is_slow or is_scaled:
-        wide = COMPUTES[recipe.dtype]
+    wide = COMPUTES[recipe.dtype] if is_slow or is_scaled else None
+    compute = recipe.compute if recipe.compute.name != recipe.dtype else wide
     roles: dict[str, str] = {}
     if not recipe.compute.is_wide:
         roles = roles_of(model, recipe.compute.keep_last, warns=True)
 
     def choose(name: str) -> Compute | None:
-        if name in roles or recipe.compute.name == recipe.dtype:
-            return wide
-        return recipe.compute
+        return wide if name in roles else compute
 
     if any(choose(name) for name in multiplied(model)):
         swap_linears(model, choose, seed=seed)

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.spec import notation
 
 
@@ -31,13 +30,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         return self.read(value) if isinstance(value, str) else value
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise NarrowgaugeError("Cannot use an empty path.", "Name a file or a folder.")
-    return Path(text)
-
-
-PATH = Parsed(_path)
+PATH = click.Path(path_type=Path)
 json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 

@@ -216,7 +216,7 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on tokens, and record it in a run folder.
 
-    The same command goes on with a run that was stopped, bit for bit; --out RUN alone takes its
+    The same command continues a run that was stopped, bit for bit; --out RUN alone takes its
     settings. Several ranks are torchrun's:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
@@ -281,25 +281,17 @@ def compare(
     help="The page to write.  [default: report.html in the one folder named]",
 )
 @click.option(
-    "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
-)
-@click.option(
     "--inline", is_flag=True, help="Put Plotly's script into the page, 5 MB, not beside it."
 )
-def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) -> None:
+def report(runs: tuple[Path, ...], out: Path | None, inline: bool) -> None:
     """Write one HTML page about runs.
 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
     Face trainer_state.json, a Lightning metrics.csv, or their folder; or a table (CSV).
     """
-    from narrowgauge.measuring.comparison import compare_runs
     from narrowgauge.report import publishing
 
-    say = partial(click.echo, err=True)
-    if table:
-        click.echo(compare_runs(publishing.read_runs(runs, say)).table().markdown(), nl=False)
-    if not table or out is not None:
-        click.echo(publishing.report(runs, out, say, inline=inline))
+    click.echo(publishing.report(runs, out, inline=inline))
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")

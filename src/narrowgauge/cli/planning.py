@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -50,7 +49,7 @@ def plan_group(context: click.Context) -> None:
 
 @plan_group.command(
     "run", short_help="What fits, how fast, on which machines.",
-    epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
+    epilog=f"Presets beside those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )  # fmt: skip
 @click.option(
     "--model", metavar="TEXT", required=True,
@@ -66,7 +65,7 @@ def plan_group(context: click.Context) -> None:
 )
 @click.option("--chips", metavar="N,M,…", type=_COUNTS, help="Numbers of chips.  [default: 1]")
 @click.option(
-    "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
+    "--cluster", metavar="FILE", multiple=True, type=flags.PATH,
     help="A TOML file of chips, nodes and network, instead of --chip; several are compared.",
 )  # fmt: skip
 @click.option("--sequence-length", type=_COUNT, metavar="N", help="[default: 4096 at most]")
@@ -121,10 +120,10 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     from narrowgauge.planner.next import read_measured, read_question
 
     measured = read_measured(run)
-    told = measured.next(**read_question(changes))
+    answer = measured.next(**read_question(changes))
     if as_json:
-        return tables.write_json(told.row())
-    return click.echo(f"{measured}\n{told}")
+        return tables.write_json({**answer.row(), "assumed": measured.assumed})
+    return click.echo(f"{measured}\n{answer}")
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")

@@ -25,46 +25,39 @@ class ExactSum:
     """Sum one flat gradient exactly, and divide the sum once.
 
     Args:
-        groups: process groups over which the gradient is cut, one after the other.
-        num_whole: the number of groups, at the end, whose ranks all get the sum of their pieces.
+        groups: process groups that split the gradient, one after the other.
+        num_cut: the number of groups, at the beginning, whose ranks keep the sum of their own piece.
+            The ranks of the others get the sums of all pieces.
     Attributes:
         spans: when each sum of this step began and ended: seconds, or events of a GPU.
     Cost: each group sends a gradient once for each micro-batch. Several micro-batches in a step
         take 40 bytes for each element that this rank owns.
     """
 
-    def __init__(self, groups: Sequence[Any], num_whole: int, divisor: int) -> None:
+    def __init__(self, groups: Sequence[Any], num_cut: int, divisor: int) -> None:
         self.groups = groups
-        self.num_whole = num_whole
+        self.num_cut = num_cut
         self.divisor = divisor
         self.spans: list[tuple[Any, Any]] = []
         self._sums: ExactSums | None = None
         self._has_begun = False
 
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """Add a micro-batch's gradient ``[n]``. After the last one, write this rank's part of the
-        sum to ``output``; before, zeros.
+    def add(self, gradient: Tensor, *, is_last: bool = True) -> Tensor | None:
+        """Add a micro-batch's gradient ``[n]``. After the last one, return this rank's part of the
+        sum.
         """
         began = _now(gradient.device)
         rows = gradient.view(1, -1)
-        sizes = []
+        pieces = []
         for group in self.groups:
-            sizes.append(rows.shape[1])
+            pieces.append((group, rows.shape[1]))
             rows = _exchanged(rows, group)
         total = self._sum(rows, is_last)
-        if total is None:
-            output.zero_()  # FSDP2 shows it as a gradient
-        else:
-            # PyTorch 2.13 renames it; 2.11 knows the old name only.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            for group, size in list(zip(self.groups, sizes, strict=True))[
-                : -self.num_whole - 1 : -1
-            ]:
-                gathered = total.new_empty(group.size() * total.numel())
-                gather(gathered, total, group=group)
-                total = gathered[:size]
-            output.copy_(total)
+        if total is not None:
+            for group, size in reversed(pieces[self.num_cut :]):
+                total = _gathered(total, group)[:size]
         self.spans.append((began, _now(gradient.device)))
+        return total
 
     def _sum(self, rows: Tensor, is_last: bool) -> Tensor | None:
         """Add the rows. Return the total after the last micro-batch."""
@@ -102,11 +95,22 @@ class ExactSum:
 def _exchanged(rows: Tensor, group: Any) -> Tensor:
     """Return this rank's piece of the rows ``[rows, n]`` of every rank: ``[ranks * rows, n / ranks]``."""
     size = group.size()
-    padded = F.pad(rows, (0, -rows.shape[1] % size))
-    sent = padded.view(len(rows), size, -1).transpose(0, 1).contiguous()
+    extra = -rows.shape[1] % size
+    if extra:  # it copies also if nothing is to pad
+        rows = F.pad(rows, (0, extra))
+    sent = rows.view(len(rows), size, -1).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.flatten(0, 1)
+
+
+def _gathered(piece: Tensor, group: Any) -> Tensor:
+    """Return the pieces of every rank, one after the other."""
+    # PyTorch 2.13 renames it; 2.11 knows the old name only.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    pieces = piece.new_empty(group.size() * piece.numel())
+    gather(pieces, piece, group=group)
+    return pieces
 
 
 def _now(device: torch.device) -> Any:

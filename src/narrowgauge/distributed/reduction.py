@@ -73,17 +73,19 @@ def reduce_gradients_with(
             "Call fully_shard, or wrap the model in DistributedDataParallel; for float32 sums, with "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32).",
         )
+    require_summable(model)
+    return GradientReduction(model, average, mesh)
+
+
+def require_summable(model: nn.Module) -> None:
+    """Refuse a second reduction, and running statistics, which depend on which micro-batches a rank
+    has seen.
+    """
     if reduction_of(model) is not None:
         raise RecipeError(
             "Cannot sum gradients because a reduction sums this model's gradients already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    require_no_statistics(model)
-    return GradientReduction(model, average, mesh)
-
-
-def require_no_statistics(model: nn.Module) -> None:
-    """Refuse running statistics, which depend on which micro-batches a rank has seen."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
             raise RecipeError(
@@ -132,7 +134,11 @@ class _GroupSum:
         self.reduction.arrive(self)
         if self.reduction.is_absent:
             input_tensor.zero_()
-        self.exact_sum.add(input_tensor, output_tensor, is_last=self.reduction.is_last)
+        total = self.exact_sum.add(input_tensor, is_last=self.reduction.is_last)
+        if total is None:
+            output_tensor.zero_()  # FSDP2 shows it as a gradient
+        else:
+            output_tensor.copy_(total)
 
 
 class GradientReduction:
@@ -186,7 +192,7 @@ class GradientReduction:
             if torch_names.fsdp_mesh(group)[2] is not None and alone is None:
                 # For FSDP2's own sum over replicas, when ours is done.
                 alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            comm = _GroupSum(self, self._new_sum(len(self._groups) - sums_shards))
+            comm = _GroupSum(self, self._new_sum(int(sums_shards)))
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
         return in_groups if sums_shards else set()
 
@@ -196,7 +202,7 @@ class GradientReduction:
         for parameter in self._whole:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for bucket in by_kind.values():
-            self._buckets[self._new_sum(len(self._groups))] = bucket
+            self._buckets[self._new_sum(0)] = bucket
         # A strong reference in a parameter's hook would keep model and reduction forever.
         arrive: Any = weakref.WeakMethod(self.arrive)
         for parameter in self._whole:
@@ -207,8 +213,8 @@ class GradientReduction:
             hook_handle = module.register_forward_pre_hook(guard, prepend=True)
             self._undo.append(hook_handle.remove)
 
-    def _new_sum(self, num_whole: int) -> ExactSum:
-        self._sums.append(ExactSum(self._groups, num_whole, self._divisor))
+    def _new_sum(self, num_cut: int) -> ExactSum:
+        self._sums.append(ExactSum(self._groups, num_cut, self._divisor))
         return self._sums[-1]
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
@@ -309,9 +315,8 @@ class GradientReduction:
 
     def _add(self, exact_sum: ExactSum, bucket: Sequence[Tensor]) -> None:
         """Add the gradients of a bucket. After the last micro-batch, write their sums to them."""
-        sizes = [local_of(parameter).numel() for parameter in bucket]
-        flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-        for parameter, part in zip(bucket, flat.split(sizes), strict=True):
+        parts = []
+        for parameter in bucket:
             gradient = gradient_of(parameter)
             if gradient is None and parameter in self._arrived:
                 raise RecipeError(
@@ -319,15 +324,16 @@ class GradientReduction:
                     "Step after backward.",
                 )
             if gradient is None or self.is_absent:
-                continue
-            part.copy_(local_of(gradient).reshape(-1))
-            self._used.add(parameter)
-        exact_sum.add(flat, flat, is_last=self.is_last)
-        if not self.is_last:
+                gradient = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            else:
+                self._used.add(parameter)
+            parts.append(local_of(gradient).reshape(-1))
+        total = exact_sum.add(torch.cat(parts), is_last=self.is_last)
+        if total is None:
             return
-        for parameter, part in zip(bucket, flat.split(sizes), strict=True):
+        for parameter, part in zip(bucket, total.split([len(x) for x in parts]), strict=True):
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
             gradient = gradient_of(parameter)
             assert gradient is not None
             target = local_of(gradient)

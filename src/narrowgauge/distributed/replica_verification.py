@@ -12,12 +12,14 @@ Damage of a shard without a replica cannot be detected.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.sharding import split_axes
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import tensor_hash
@@ -45,16 +47,15 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     differences = []
     for (name, _), ranks_by_hash in holders.items():
         *minorities, largest = sorted(ranks_by_hash.values(), key=len)
-        wrong = []
-        for ranks in minorities:
-            wrong.extend(ranks)
+        wrong = list(chain(*minorities))
         if wrong:
             differences.append((len(wrong) < len(largest), name, wrong, largest))
     if not differences:
         return
     # A difference with a majority comes first: it names the machine.
     has_majority, name, wrong, largest = max(differences, key=lambda difference: difference[0])
-    message = f"{name} of rank {_listed(wrong)} differs from that of rank {_listed(largest)}"
+    others = ", ".join(map(str, largest))
+    message = f"{name} of rank {', '.join(map(str, wrong))} differs from that of rank {others}"
     culprit = None
     advice = "Test the memory of these machines"
     if has_majority:
@@ -64,16 +65,8 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     raise CorruptionError(f"{message} after step {step}.", advice, culprit, name)
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _part_of(owner: Any) -> tuple[int, ...]:
     """Return which part of a parameter this rank holds."""
     if not is_sharded(owner):
         return ()
-    part = []
-    for axis, placement in enumerate(owner.placements):
-        if not placement.is_replicate():
-            part.append(owner.device_mesh.get_local_rank(axis))
-    return tuple(part)
+    return tuple(map(owner.device_mesh.get_local_rank, split_axes(owner)))

@@ -96,6 +96,11 @@ def has_shards(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters())) or bool(torch_names.fsdp_groups(model))
 
 
+def split_axes(tensor: Any) -> list[int]:
+    """Return the axes of a DTensor's mesh along which ranks hold different parts."""
+    return [k for k, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+
+
 def make_equal(model: nn.Module, mesh: Any) -> None:
     """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with
     equal bits.
@@ -144,16 +149,13 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
     """
     if not is_sharded(tensor):
         return fingerprint(tensor), None
-    axes = []
-    for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            axes.append(axis)
+    axes = split_axes(tensor)
     if not axes:
         return fingerprint(tensor.to_local()), None
-    if len(axes) > 1 or not tensor.placements[axes[0]].is_shard(0):
+    axis, *others = axes
+    if others or not tensor.placements[axis].is_shard(0):
         return fingerprint(tensor.full_tensor()), None
     mesh = tensor.device_mesh
-    axis = axes[0]
     rows = -(-tensor.shape[0] // mesh.size(axis))
     first = min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
     offset = first * (tensor.numel() // max(1, tensor.shape[0]))
@@ -183,8 +185,5 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
     FSDP2 needs tied parameters in one group.
     """
     inner_params = set(layer.parameters())
-    inner_modules = set(layer.modules())
-    for module in model.modules():
-        if module not in inner_modules and not inner_params.isdisjoint(module.parameters(False)):
-            return False
-    return True
+    outer_modules = set(model.modules()) - set(layer.modules())
+    return all(inner_params.isdisjoint(module.parameters(False)) for module in outer_modules)

@@ -21,7 +21,6 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, refuse_replaced_forward
-from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
@@ -72,9 +71,8 @@ def quantize_base(
             "Give the model that get_peft_model returns, or freeze its base with "
             "requires_grad_(False).",
         )
-    shared: dict[Tensor, Operand] = {}
     for layer in layers:
-        inference.quantize_layer(layer, chosen, shared)
+        inference.quantize_layer(layer, chosen)
     if not is_packed:
         warn_if_emulated(chosen, layers[0].weight_codes.device)
     return model

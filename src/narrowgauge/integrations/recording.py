@@ -1,4 +1,4 @@
-"""What the callbacks of frameworks share: a recorder that begins, goes on and ends with a training."""
+"""What the callbacks of frameworks share: a recorder that begins, continues and ends with a training."""
 
 from __future__ import annotations
 

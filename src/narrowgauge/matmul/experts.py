@@ -8,8 +8,7 @@ and the choice of an expert. Where one is the second factor of a product, the sw
 multiplies. Routing, activation and order of tokens stay the module's own.
 
 A projection is one linear layer for each expert, with its own casts. So each expert has its own
-scale per tensor, and its own key of random bits. An expert without tokens costs nothing, and its
-gradient is zero if another one has tokens.
+scale per tensor, and its own key of random bits. The gradient of an expert without tokens is zero.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.matmul.operand import layer_keys
 from narrowgauge.spec.computes import Compute
 from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.extension import extended_class
@@ -47,12 +45,9 @@ class Projection(nn.Module):
         """
         outputs = []
         start = 0
-        for expert, end in enumerate(offsets.tolist()):
-            if end > start:
-                outputs.append(self.of_expert(x[start:end], weights[expert], None, expert))
+        for expert, (weight, end) in enumerate(zip(weights, offsets.tolist(), strict=True)):
+            outputs.append(self.of_expert(x[start:end], weight, None, expert))
             start = end
-        if not outputs:
-            return x.new_zeros(len(x), weights.shape[1])
         outputs.append(outputs[0].new_zeros(len(x) - start, weights.shape[1]))
         return torch.cat(outputs)
 
@@ -69,9 +64,6 @@ class GroupedLinear(Projection, NarrowLayer):
         super().__init__()
         names = [f"{name}.{expert}" for expert in range(len(weight))]
         self.begin(names, weight.device, compute, seed)
-
-    def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, self.seed, device)
 
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         return self.product(x, weight, bias, self.key[expert])
@@ -168,7 +160,6 @@ def _multiply(
 ) -> Any:
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
     weight = stack.as_subclass(Tensor)
-    is_batch = func in _MATMUL and weight.ndim == 3
     layer = origin.layer
     origin.multiplied.add(layer)
     if func is not F.linear:
@@ -176,12 +167,12 @@ def _multiply(
     if weight.ndim == 2:
         bias = [*rest, options.get("bias")][0]
         return layer.of_expert(x, weight, bias, origin.expert)
-    if not is_batch:
+    if func not in _MATMUL:
         return layer(x, weight, [*rest, options.get("offs")][0])
-    experts, tokens = len(weight), x.shape[-2]
-    rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
-    ends = torch.arange(1, experts + 1, dtype=torch.int32) * tokens
-    return layer(rows, weight, ends).view(experts, tokens, -1)
+    outputs = []
+    for expert, rows in enumerate(x.expand(len(weight), -1, -1)):
+        outputs.append(layer.of_expert(rows, weight[expert], None, expert))
+    return torch.stack(outputs)
 
 
 # ── swapping ──────────────────────────────────────────────────────────────────────────────────────

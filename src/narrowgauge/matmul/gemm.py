@@ -1,7 +1,7 @@
 """Multiply two operands on a kernel that takes their codes (:mod:`.native`), or emulate it with the
 same values.
 
-Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a code of up to
+Emulation: a narrow code times its block's power of two is exact in bfloat16, and also a code of up to
 four significant bits times its e4m3 scale. A bfloat16 matmul multiplies such numbers without error
 and adds in float32. It differs from a narrow kernel only in the order of the sum. A code times a
 block's float32 scale is rounded to float32, and multiplied there. The float32 scale of a row or a
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.matmul import native
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import CODES, PAIRS, Operand, bound, without_outer
 from narrowgauge.numerics.widening import EXACT_TERMS, INT32_TERMS, is_widened, multiply_plain
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
@@ -57,7 +57,7 @@ def multiply(
             sum_dtype = torch.float32
         rhs = rhs._replace(outer=right)
         values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
-        if (*values.shape,) != shape:
+        if values.shape != shape:
             values = values[: shape[0], : shape[1]]
     else:
         a, b = _emulated(lhs, rhs, shape)
@@ -85,14 +85,13 @@ def _scaled(
         left = left.reshape(-1, 1)
     if right is not None:
         right = right.reshape(1, -1)
-    y = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, left, right, bias, y)
-    return y
+    scaled: Tensor = fused(values.numel(), bound(_scale, dtype=dtype), values, left, right, bias)
+    return scaled
 
 
 def _scale(
-    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, out: Tensor
-) -> None:
+    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, *, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
     values = values.float()
     if left is not None:
         values = values * left
@@ -100,7 +99,7 @@ def _scale(
         values = values * right
     if bias is not None:
         values = values + bias.float()
-    out.copy_(values)
+    return values.to(dtype)
 
 
 # ── emulation ─────────────────────────────────────────────────────────────────────────────────────
@@ -110,7 +109,7 @@ def _emulated(lhs: Operand, rhs: Operand, shape: tuple[int, int]) -> tuple[Tenso
     """Return the operands' values ``[rows, contraction]`` and ``[contraction, columns]``, in a dtype
     that other kernels multiply, without padding to blocks.
     """
-    a, b = _widened(lhs), _widened(rhs)
+    a, b = without_outer(lhs), without_outer(rhs)
     if a.shape != (shape[0], b.shape[1]) or b.shape[0] != shape[1]:
         size = min(a.shape[1], b.shape[1])  # of operands in other blocks
         a = a[: shape[0], :size].contiguous()
@@ -119,14 +118,6 @@ def _emulated(lhs: Operand, rhs: Operand, shape: tuple[int, int]) -> tuple[Tenso
         a = a.float()
         b = b.float()
     return a, b.t()
-
-
-def _widened(operand: Operand) -> Tensor:
-    if operand.inner is not None:
-        return block_values(operand)
-    if operand.data.dtype in CODES:
-        return operand.data.to(torch.bfloat16)
-    return operand.data
 
 
 def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -175,14 +166,15 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.d
     """Return the result dtype of a cast, one side of ``product``: of codes with scales of rows or
     tensors always, of codes in blocks where a kernel takes them.
     """
-    name = cast.values_format
     if cast.is_wide:
         name = cast.format
     elif cast.block is None and cast.carrier:
         name = cast.carrier
-    elif native.kernel_here(product, device) is not None:
-        if cast.element.bits == 4:
-            return PAIRS
+    elif native.kernel_here(product, device) is None:
+        name = cast.values_format
+    elif cast.element.bits == 4:
+        return PAIRS
+    else:
         name = cast.carrier
     return getattr(torch, name)  # type: ignore[no-any-return]
 

@@ -9,8 +9,8 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.experts import Projection, take_over
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import Call, output, register
+from narrowgauge.matmul.layer_matmuls import Call, output
 from narrowgauge.matmul.linear import (
+    Computed,
+    NarrowLayer,
     is_linear,
     is_transposed,
     keep_from_fused_kernels,
@@ -50,6 +52,11 @@ def is_packed(right: Cast) -> bool:
     return right.format == "float4_e2m1fn" and right.block is not None
 
 
+def widened(stored: Sequence[Any], shape: tuple[int, int]) -> Tensor:
+    """Return a stored weight in float32, without padding: ``shape [out, in]``."""
+    return values_of(Operand(*stored))[: shape[0], : shape[1]]
+
+
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -62,66 +69,59 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Any
+        ctx: Any, x: Tensor, bias: Tensor | None, shape: tuple[int, int], name: str, *stored: Any
     ) -> Tensor:
         ctx.save_for_backward(*stored)
-        ctx.shape = shape = rows, x.shape[1]
+        ctx.shape = shape
         weight = Operand(*stored)
         if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
-            values = values_of(weight)[: shape[0], : shape[1]]
-            return linear(x, values.to(x.dtype), bias).clone()
-        return output(x, weight, rows, bias, Call(name))[0]
+            return linear(x, widened(stored, shape).to(x.dtype), bias).clone()
+        return output(x, weight, shape[0], bias, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight = values_of(Operand(*ctx.saved_tensors))[: ctx.shape[0], : ctx.shape[1]]
-        by_bias = None
-        if ctx.needs_input_grad[1]:
-            by_bias = bias_gradient(grads[0])
-        return matmul(grads[0], weight.to(grads[0].dtype)), by_bias, *[None] * 5
+        (grad,) = grads
+        by_x = matmul(grad, widened(ctx.saved_tensors, ctx.shape).to(grad.dtype))
+        by_bias = bias_gradient(grad) if ctx.needs_input_grad[1] else None
+        return by_x, by_bias, *[None] * 5
 
 
 # ── the layers ────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Stored(nn.Module):
-    """A layer with codes and scales instead of a weight.
+class _Stored(Computed):
+    """A layer with codes and scales instead of a weight, which computes a compute's ``output``.
 
     Attributes:
-        compute: the layer computes its ``output``.
-        registered_name: the compute's name in graphs.
         dtype: of the weight; a change of the model's dtype changes it and ``bias``.
         is_transposed: whether the weight was ``[in, out]``.
     """
 
-    compute: Compute
-    registered_name: str
+    weight_codes: Tensor
+    weight_scales: Tensor
     dtype: torch.dtype
     is_transposed: bool
 
-    def store(self, weight: Operand, like: Tensor, compute: Compute) -> None:
+    def store(self, weight: Operand, dtype: torch.dtype, compute: Compute) -> None:
         """Keep the codes and scales of a weight."""
-        self.dtype = like.dtype
-        self.compute, self.registered_name = compute, register(compute)
+        self.dtype = dtype
+        self.compute_as(compute)
         for name, tensor in zip(NAMES, weight, strict=True):
             if tensor is not None:
                 self.register_buffer(name, tensor)
 
-    def stored(self) -> Operand:
-        """Return the codes and scales."""
-        data, *scales = [self._buffers.get(name) for name in NAMES]
-        return Operand(cast(Tensor, data), *scales)
-
-    def product(self, x: Tensor, weight: Operand, outputs: int, bias: Tensor | None) -> Tensor:
+    def multiply(
+        self, x: Tensor, weight: Sequence[Any], shape: tuple[int, int], bias: Tensor | None
+    ) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not x.numel():  # no tokens, as of an expert that gets none
-            return x.new_zeros(*x.shape[:-1], outputs) + x.sum()
+            return x.new_zeros(*x.shape[:-1], shape[0]) + x.sum()
         run: Any = _Product.apply
-        y: Tensor = run(x.reshape(-1, x.shape[-1]), bias, outputs, self.registered_name, *weight)
-        return y.view(*x.shape[:-1], outputs)
+        y: Tensor = run(x.reshape(-1, x.shape[-1]), bias, shape, self.registered_name, *weight)
+        return y.view(*x.shape[:-1], shape[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def of_tensor(x: Tensor) -> Tensor:
@@ -146,13 +146,6 @@ class _Stored(nn.Module):
                     "Quantize the model in the compute that was saved, then load.",
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, compute={self.compute.name!r}"
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = register(self.compute)  # another process does not know it yet
 
 
 class _Copy(Tensor):
@@ -185,12 +178,17 @@ class QuantizedLinear(_Stored, nn.Linear):
             matrix = matrix.t()
         return matrix.as_subclass(_Copy)
 
+    def stored(self) -> list[Tensor | None]:
+        """Return the parts of an operand."""
+        return [self._buffers.get(name) for name in NAMES]
+
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
-        return values_of(self.stored())[: self.out_features, : self.in_features]
+        return widened(self.stored(), (self.out_features, self.in_features))
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.stored(), self.out_features, self.bias)
+        shape = self.out_features, self.in_features
+        return self.multiply(input, self.stored(), shape, self.bias)
 
 
 class QuantizedExperts(_Stored, Projection):
@@ -198,15 +196,15 @@ class QuantizedExperts(_Stored, Projection):
 
     def stand_in(self) -> Tensor:
         """Return a tensor of the weight's shape and dtype, without memory."""
-        codes = self.stored().data
+        codes = self.weight_codes
         if self.is_transposed:
             codes = codes.transpose(1, 2)
         return torch.empty((), dtype=self.dtype, device=codes.device).expand(codes.shape)
 
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        codes, scales, _ = self.stored()
-        assert scales is not None
-        return self.product(x, Operand(codes[expert], scales[expert]), len(codes[expert]), bias)
+        outputs, inputs = self.weight_codes.shape[1:]
+        stored = self.weight_codes[expert], self.weight_scales[expert], None
+        return self.multiply(x, stored, (outputs, inputs), bias)
 
 
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────
@@ -251,10 +249,9 @@ def quantize_for_inference(
         _require_storable(name, module)
     keep_from_fused_kernels(model)
     device = next(model.parameters()).device
-    shared: dict[Tensor, Operand] = {}
     for name, (module, _) in layers.items():
         if is_linear(module):
-            quantize_layer(module, compute, shared)
+            quantize_layer(module, compute)
         else:
             _quantize_experts(module, name.rpartition(".")[2], compute)
     warn_if_emulated(compute, device)
@@ -286,7 +283,7 @@ def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
         matrices = matrices.transpose(1, 2)
     operands = [codes_of(matrix, compute.output.right) for matrix in matrices]
     codes, scales, _ = map(list, zip(*operands, strict=True))
-    layer.store(Operand(torch.stack(codes), torch.stack(scales)), weights, compute)
+    layer.store(Operand(torch.stack(codes), torch.stack(scales)), weights.dtype, compute)
     owner._parameters[name] = None
     take_over(owner, name, layer)
 
@@ -301,30 +298,23 @@ def with_codes(compute: str | Compute) -> Compute:
     if not stores_codes(compute):
         names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
         raise RecipeError(
-            f"Cannot store weights as codes of compute '{compute.name}' because its output takes "
-            "more than 8-bit codes with "
-            f"a scale per row or tensor: it multiplies ({compute.output.left}) by "
-            f"({compute.output.right}).",
+            f"Cannot store weights as codes of compute '{compute.name}' because its weights are no "
+            "8-bit codes with a scale per row or tensor.",
             f"Use one of {names}.",
         )
     return compute
 
 
-def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Operand]) -> None:
+def quantize_layer(module: Any, compute: Compute) -> None:
     """Make a linear layer a :class:`QuantizedLinear`.
 
-    It stays the same object, so hooks and references stay valid. Tied layers share one entry of
-    ``shared``.
+    It stays the same object, so hooks and references stay valid.
     """
-    weight = module._parameters["weight"]
-    bias = module._parameters["bias"]
-    matrix = matrix_of(module)
-    if weight not in shared:
-        shared[weight] = codes_of(matrix.detach(), compute.output.right)
-    for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
-        entries.clear()
+    matrix = matrix_of(module).detach()
     module.is_transposed = is_transposed(module)
+    if isinstance(module, NarrowLayer):
+        del module.key
+    del module.weight
     module.__class__ = QuantizedLinear
     module.out_features, module.in_features = matrix.shape
-    module.store(shared[weight], weight, compute)
-    module.register_parameter("bias", bias)
+    module.store(codes_of(matrix, compute.output.right), matrix.dtype, compute)

@@ -40,14 +40,10 @@ TRACED: set[str] = set()
 
 
 def register(compute: Compute) -> str:
-    """Return the name of a compute in graphs: its own, with a number if another one has it."""
-    for name, registered in REGISTERED.items():
-        if registered == compute:
-            return name
+    """Return the name of a compute in graphs: its own, with primes if another one has it."""
     name = compute.name
-    if name in REGISTERED:
-        name = f"{name} ({len(REGISTERED)})"
-    REGISTERED[name] = compute
+    while REGISTERED.setdefault(name, compute) != compute:
+        name += "'"
     return name
 
 
@@ -56,7 +52,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: of a registered compute.
-        key: int32 ``[]``, of the layer's random bits; ``None`` without stochastic casts.
+        key: int32, one number, of the layer's random bits; ``None`` without stochastic casts.
     """
 
     name: str

@@ -24,24 +24,43 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.extension import extended_class
 
 
-class NarrowLayer(nn.Module):
-    """Base of linear layers and experts: a compute, and keys of random bits.
+class Computed(nn.Module):
+    """Base of layers that multiply as a compute says.
 
     Attributes:
         compute: the active compute.
         registered_name: its name for operators and graphs.
-        plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
+    """
+
+    compute: Compute
+    registered_name: str
+
+    def compute_as(self, compute: Compute) -> None:
+        self.compute = compute
+        self.registered_name = layer_matmuls.register(compute)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.compute_as(self.compute)  # another process does not know it yet
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, compute={self.compute.name!r}"
+
+
+class NarrowLayer(Computed):
+    """Base of linear layers and experts in training: a compute, and keys of random bits.
+
+    Attributes:
+        is_plain: whether its casts are those of a plain layer in the compute's dtype.
         names: the layer's name, or one for each expert.
         seed: of stochastic casts.
-        key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from seed and name.
+        key: int32 ``[names]``: keys of the layer's random bits, from seed and name.
         was_called: whether it has multiplied, outside compiled code.
     """
 
     names: tuple[str, ...]
-    compute: Compute
-    registered_name: str
     is_stochastic: bool
-    plain_dtype: torch.dtype | None
+    is_plain: bool
     seed: int
     key: Tensor
     was_called: bool = False
@@ -52,18 +71,11 @@ class NarrowLayer(nn.Module):
         """Set a compute, and the keys that belong to the names and the seed."""
         self.names = tuple(names)
         self.seed = seed
-        self.register_buffer("key", self._keys_on(device), persistent=False)
-        self.compute = compute
-        self.registered_name = layer_matmuls.register(compute)
-        self.plain_dtype = None
-        formats = {cast.format for cast in compute.casts.values()}
-        if compute.is_wide and len(formats) == 1:
-            self.plain_dtype = getattr(torch, formats.pop())
+        self.register_buffer("key", layer_keys(names, seed, device), persistent=False)
+        self.compute_as(compute)
+        self.is_plain = {cast.format for cast in compute.casts.values()} == {compute.dtype}
         # Here, since a compiler breaks its graph where a property is computed first.
         self.is_stochastic = compute.is_stochastic
-
-    def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, self.seed, device)[0].clone()
 
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: Tensor | None = None
@@ -78,7 +90,7 @@ class NarrowLayer(nn.Module):
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)
-        is_own = dtype is getattr(torch, self.compute.dtype)
+        is_own: bool = dtype is getattr(torch, self.compute.dtype)
         is_other = not is_own and (is_cast or dtype is torch.float16)
         is_mixed = not is_cast and weight.dtype is torch.float32 and dtype is not torch.float32
         if is_other or is_mixed:
@@ -89,7 +101,7 @@ class NarrowLayer(nn.Module):
                 f"{self.compute.dtype} weights and inputs.",
             )
         x = x.to(dtype)
-        if not x.numel() or dtype is self.plain_dtype:
+        if not x.numel() or (self.is_plain and is_own):
             return linear(x, weight, bias)
         if key is None:
             key = self.key
@@ -102,16 +114,8 @@ class NarrowLayer(nn.Module):
         had_memory = not self.key.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not had_memory:  # to_empty() does not set values
-            self.key = self._keys_on(self.key.device)
+            self.key = layer_keys(self.names, self.seed, self.key.device)
         return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # Another process does not know the compute yet.
-        self.registered_name = layer_matmuls.register(self.compute)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
 class Linear(NarrowLayer, nn.Linear):

@@ -118,10 +118,15 @@ def _scale_of(operand: Operand, has_rows: bool) -> Tensor:
 
 def _scales_of(operand: Operand, granularity: str) -> list[Tensor]:
     """Return the scales of blocks as a kernel reads them, and the tensor's if it has one."""
-    scales = [_LAYOUTS[granularity][1](operand)]
+    layout = _in_tiles if _is_tiled(granularity) else _in_columns
+    scales = [layout(operand)]
     if operand.outer is not None:
         scales.append(operand.outer.reshape(1))
     return scales
+
+
+def _is_tiled(granularity: str) -> bool:
+    return not granularity.endswith("x128")
 
 
 def _in_columns(operand: Operand) -> Tensor:
@@ -135,17 +140,8 @@ def _in_columns(operand: Operand) -> Tensor:
 def _in_tiles(operand: Operand) -> Tensor:
     assert operand.inner is not None
     codes = operand.inner.view(torch.uint8)
-    # Scales of 16 × 16 values are repeated: the kernel reads one for each row.
     times = operand.data.shape[0] // codes.shape[0]
     return tiled_scales(codes.repeat_interleave(times, 0)).view(operand.inner.dtype)
-
-
-_LAYOUTS = {
-    "1x16": ("BlockWise1x16", _in_tiles), "16x16": ("BlockWise1x16", _in_tiles),
-    "1x32": ("BlockWise1x32", _in_tiles),
-    "1x128": ("BlockWise1x128", _in_columns), "128x128": ("BlockWise128x128", _in_columns),
-}  # fmt: skip
-"""PyTorch's ``ScalingType`` of each granularity, and how its kernel reads the scales."""
 
 
 # PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
@@ -164,9 +160,11 @@ def _scaled_product(
         b = b.view(torch.float4_e2m1fn_x2)
     sides: list[Any] = []
     for granularity, scales in ((left, first), (right, second)):
-        types = [getattr(F.ScalingType, _LAYOUTS[granularity][0]), F.ScalingType.TensorWise]
+        # Scales of 16 × 16 values are repeated: the kernel reads one for each row.
+        kind = "BlockWise" + granularity.replace("16x16", "1x16")
+        types = [getattr(F.ScalingType, kind), F.ScalingType.TensorWise]
         sides += [scales, types[: len(scales)]]
-    if _LAYOUTS[left][1] is _in_tiles:
+    if _is_tiled(left):
         sides += [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
     product: Any = F.scaled_mm
     result: Tensor = product(a, b.t(), *sides, output_dtype=dtype)

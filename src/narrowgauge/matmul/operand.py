@@ -86,7 +86,8 @@ def cast_matrix(
     Args:
         dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the
             values.
-        key: int32 ``[]``, of the random bits of a stochastic cast. Their words are hashed within it.
+        key: int32, one number, of the random bits of a stochastic cast. Their words are hashed
+            within it.
         fold: float32, broadcastable: multiplied into ``x`` first.
     """
     x = padded(x.detach(), cast, dim)
@@ -96,14 +97,15 @@ def cast_matrix(
         x = x.float() * fold
         fold = None
     if cast.rotation != "none":
-        x = fused(size, _bound(_rotate, dim), x)
+        x = fused(size, bound(rotate, dim=dim), x)
     if cast.is_wide:
         operand = Operand(x.to(dtype))
     elif is_whole:
-        operand = Operand(*fused(size, _bound(_cast_whole, cast, dim, dtype), x, key, fold))
+        function = bound(_cast_whole, cast=cast, dim=dim, dtype=dtype)
+        operand = Operand(*fused(size, function, x, key, fold))
     else:
-        blocks = blocked(x, sides_of(cast, dim))
-        data, scales, _, _, outer = fused(size, _bound(_cast_blocks, cast, dim, dtype), blocks, key)
+        function = bound(_cast_blocks, cast=cast, dim=dim, dtype=dtype)
+        data, scales, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
         if dtype in CODES:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
         else:
@@ -113,45 +115,38 @@ def cast_matrix(
     return operand
 
 
-def block_values(operand: Operand) -> Tensor:
-    """Return ``data * inner``, for codes of a cast in blocks: in bfloat16 if it is exact there,
-    else in float32.
+def without_outer(operand: Operand) -> Tensor:
+    """Return ``data * inner``, in a dtype that all processors multiply: int8 and wide data as they
+    are, other codes in bfloat16 if it is exact there, else in float32.
     """
-    assert operand.inner is not None
-    if operand.data.dtype == PAIRS:
-        codes = four_bit_values(unpacked_pairs(operand.data, 1))
+    data, _, inner = operand
+    if inner is None:
+        return data.to(torch.bfloat16) if data.dtype in CODES else data
+    if data.dtype == PAIRS:
+        codes = four_bit_values(unpacked_pairs(data, 1))
     else:
-        codes = operand.data.float()
-    values = codes * spread(operand.inner.float(), codes.shape)
-    if operand.inner.dtype == torch.float32:
-        return values
-    return values.to(torch.bfloat16)
+        codes = data.float()
+    values = codes * spread(inner.float(), codes.shape)
+    return values if inner.dtype == torch.float32 else values.to(torch.bfloat16)
 
 
 def values_of(operand: Operand) -> Tensor:
     """Return the padded matrix that an operand represents, in float32."""
-    codes = operand.data
-    if operand.inner is not None:
-        codes = block_values(operand)
-    values = codes.float()
+    values = without_outer(operand).float()
     return values if operand.outer is None else values * operand.outer
 
 
-# Functions that casts are compiled from. Their first arguments are bound.
+# Functions that casts are compiled from. Their settings are bound.
 
 
 @lru_cache(None)
-def _bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
-    return update_wrapper(partial(function, *settings), function)
-
-
-def _rotate(dim: int, x: Tensor) -> Tensor:
-    return rotate(x, dim)
+    return update_wrapper(partial(function, **settings), function)
 
 
 def _cast_whole(
-    cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, key: Tensor | None, fold: Tensor | None
+    x: Tensor, key: Tensor | None, fold: Tensor | None, *, cast: Cast, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales."""
     words = unit = None
@@ -173,7 +168,7 @@ def _cast_whole(
 
 
 def _cast_blocks(
-    cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, key: Tensor | None
+    x: Tensor, key: Tensor | None, *, cast: Cast, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
     """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
     float32, their inverses, and the tensor's scale.
@@ -220,7 +215,7 @@ def layer_keys(names: Sequence[str], seed: int, device: torch.device | None = No
 
 
 def mixed(key: Tensor, number: int) -> Tensor:
-    """Return a key of a part of what another key belongs to: int32 ``[]``."""
+    """Return a key of a part of what another key belongs to."""
     salt = (number * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
     return key + salt
 
@@ -230,7 +225,7 @@ _COLUMNS = 16
 
 
 def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
-    """Return a layer's key for the content of some matrices, a sample of each: int32 ``[]``."""
+    """Return a layer's key for the content of some matrices, a sample of each."""
     plain = [matrix.detach() for matrix in matrices]
     drawn: Tensor = fused(_ROWS * _COLUMNS, _content_key, key, *plain)
     return drawn

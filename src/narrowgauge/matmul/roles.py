@@ -31,8 +31,8 @@ def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -
     """Return the role of each layer that stays wide, by name.
 
     Args:
-        keep_last: the share of the blocks, at the end, that stays wide.
-        warns: whether to warn of a model without blocks, of which all layers are narrow.
+        keep_last: the fraction of the blocks, at the end, that stays wide.
+        warns: whether to warn of a model without blocks: all its layers are narrow.
     Example:
         >>> class Gpt(nn.Module):
         ...     def __init__(self):

@@ -84,7 +84,7 @@ class NarrowLayers:
 
 
 def read_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Return the matrices that are no layer's: the classes whose own code reads them, by name.
+    """Return the matrices that are not a layer's: the classes whose own code reads them, by name.
 
     A matrix is a parameter of two or more dims, but no bias and no embedding.
     """
@@ -212,7 +212,8 @@ def chosen_layers(
             refuse_replaced_forward(name, module, chosen[name][1])
     if not chosen:
         raise RecipeError(
-            f"{type(model).__name__} has no linear layer to compute narrowly.",
-            "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
+            f"Cannot swap the linear layers of this {type(model).__name__} because none is left.",
+            "Its layers must be nn.Linear or transformers' Conv1D, hold a weight and not codes, and "
+            "not all be kept.",
         )
     return chosen

@@ -2,8 +2,7 @@
 
 Two correct machines may differ in their last bits, and so may one machine under two settings. They
 add in another order, fuse a multiplication with an addition, or round a function differently. Each
-operation is a probe. Rows of ``runs/data/probes.toml`` have the same names, and say how a
-difference shows in a run.
+operation is a probe.
 
 The numbers are made from integers alone, so they are equal on every machine. No random number is
 drawn and no setting changed.
@@ -12,7 +11,6 @@ drawn and no setting changed.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -21,12 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.torch_support.machine import processor_name
-
-_VARIABLES = (
-    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
-    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
-)  # fmt: skip
-"""Variables by which the libraries choose their kernels."""
 
 
 def fixed_numbers() -> Tensor:
@@ -73,10 +65,7 @@ PROBES: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": _attention,
     "sum of a tensor": lambda x: x.sum(),
 }
-"""Each operation by its name in ``probes.toml``.
-
-It takes the fixed numbers on the measured device.
-"""
+"""Each operation by its name. It takes the fixed numbers on the measured device."""
 
 
 def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
@@ -115,7 +104,4 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         settings["cudnn"] = str(torch.backends.cudnn.version())
         reduced = matmul.allow_bf16_reduced_precision_reduction
         settings["reduced sums of bfloat16"] = str(reduced).lower()
-    for name in _VARIABLES:
-        if os.environ.get(name):
-            settings[name] = os.environ[name]
     return settings

@@ -153,11 +153,10 @@ class Beside(TorchDispatchMode):
 
 
 def _user_line() -> tuple[str, bool]:
-    """Return the innermost line of the user, with the layer of torch that it called, and whether it
-    is in a backward. The line is empty in a backward that has no frame of the user.
+    """Return the innermost line of the user, and whether it is in a backward. The line is empty in a
+    backward that has no frame of the user.
     """
     frame: Any = sys._getframe()
-    layer = ""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "_engine_run_backward":
@@ -167,11 +166,7 @@ def _user_line() -> tuple[str, bool]:
             name = name.replace("<locals>.", "")
             line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
             is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
-            return layer + line, is_backward
-        if not layer and code.co_name == "forward":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                layer = f"{type(owner).__name__} in "
+            return line, is_backward
         frame = frame.f_back
     return UNKNOWN, False
 

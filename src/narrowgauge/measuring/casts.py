@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.swapping import NarrowLayers
-from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.measuring.hooks import Hub, Listener, is_eager
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_hooks import OwnHook
-from narrowgauge.torch_support.torch_names import is_transformed, plain_name
+from narrowgauge.torch_support.torch_names import plain_name
 
 SAMPLE = 1 << 13
 """Values copied from each tensor: whole rows, evenly spaced."""
@@ -97,9 +97,8 @@ class Gauges(Listener):
 
     def _hook(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            is_eager = not torch.compiler.is_compiling() and not is_transformed()
             is_trained = torch.is_grad_enabled() and module.training
-            if is_eager and is_trained and self._is_sampled(self.step + 1):
+            if is_eager() and is_trained and self._is_sampled(self.step + 1):
                 self._hub.guard(self, see, args, output)
 
         if self.every:

@@ -115,7 +115,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     Returns:
         The comparison.
     Raises:
-        RecordError: there is no run, or a run's record is damaged.
+        RecordError: a run is missing, or its record is damaged.
     Example:
         >>> from pathlib import Path
         >>> def run(recipe, seed, loss, size):

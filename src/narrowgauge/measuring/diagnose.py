@@ -98,7 +98,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
             their differences.
 
     Raises:
-        RecordError: there is no run, or its record is damaged.
+        RecordError: the run is missing, or its record is damaged.
 
     Cost: about a second for 10,000 steps.
 
@@ -110,7 +110,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         ...     for step in range(1, 81):
         ...         _ = record.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step})
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
-        [(60, 'loss', 'loss-spike')]
+        [(60, 'loss', 'spike')]
     """
     runs = []
     for one in (run, other):
@@ -137,7 +137,7 @@ def steps_of(run: Run) -> list[Step]:
 
 
 def readings_of(run: Run) -> list[Reading]:
-    """Return the readings of a run: of each kind the first, or the newest of a count over the run.
+    """Return the readings of a run: of each kind and stage the first, or the newest of a count over the run.
 
     The events hold those that need more than the rows.
     """
@@ -148,11 +148,12 @@ def readings_of(run: Run) -> list[Reading]:
         last = laws.read(step)
         for reading in last:
             if KINDS[reading.what].over == "step":
-                readings.setdefault((reading.what, ""), reading)
-    readings |= {(r.what, ""): r for r in last if KINDS[r.what].over != "step"}
+                readings.setdefault((reading.what, reading.stage), reading)
+    readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
+    from_rows = {reading.what for reading in readings.values()}
     for row in run.events:
         kind = KINDS.get(row["what"])
-        if kind is None or kind.by.startswith(_OF_ROWS) or (kind.name, "") in readings:
+        if kind is None or kind.by.startswith(_OF_ROWS) or kind.name in from_rows:
             continue
         tensor = str(row.get("tensor") or "")
         numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]

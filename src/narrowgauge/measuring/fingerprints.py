@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.sharding import fingerprints_whole
-from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.measuring.hooks import Hub, Listener, is_eager
 from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -100,8 +101,19 @@ class Fingerprints(Listener):
                 self._add("tokens", "batch", x)
                 self._num_sequences += len(x)
                 break
-        if not is_compiled_model(self.hub.model):
-            self.hub.follow_outputs(self, partial(self._add, "output"), self._pass)
+        if is_compiled_model(self.hub.model):
+            return
+        for name, part in self.hub.model.named_modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                see = OwnHook(partial(self._see_output, plain_name(name)))
+                self._pass.callback(part.register_forward_hook(see).remove)
+
+    def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Add the first output of a module that has parameters of its own."""
+        if isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        if type(output) is Tensor and output.is_floating_point() and is_eager():
+            self.hub.guard(self, self._add, "output", name, output.detach())
 
     def after_pass(self, output: Any) -> None:
         """End the micro-batch."""

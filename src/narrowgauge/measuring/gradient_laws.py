@@ -14,7 +14,7 @@ from narrowgauge.measuring.step import Law, Step, Tell
 def nonfinite(tell: Tell, least: int = 3) -> Law:
     """Read the first place of the run that is not finite, once: it makes all later ones so.
 
-    A loss scaler skips what overflows. A log that does not tell of skipped steps must hold several such
+    A loss scaler skips what overflows. A log without skipped steps must hold several such
     norms in a row.
     """
     bad_steps: list[int] = []
@@ -38,8 +38,6 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
     """Return the first stage of a step that is not finite, and the names there."""
     if step.bad_weight:
         return "between steps", [step.bad_weight]
-    if step.bad_output:
-        return "forward", [step.bad_output]
     if not math.isfinite(step.loss or 0.0):
         return "loss", [""]
     if step.bad or not math.isfinite(step.grad_norm or 0.0):
@@ -118,8 +116,8 @@ def ranks(tell: Tell) -> Law:
 def jump(tell: Tell) -> Law:
     """Read a weight that moved far in one step, beside the largest rate and the usual step of 20.
 
-    In a warm-up the rate of one step is no unit. A step is compared with those before it, so that a
-    move that is far in every later step is told too; the first one with those behind it.
+    In a warm-up the rate of one step is not a unit. A step is compared with those before it, so that a
+    move that is far in every later step is reported too; the first one with those behind it.
     """
     recent: deque[Step] = deque(maxlen=20)
     while True:

@@ -1,8 +1,8 @@
 """The one set of hooks on a loop's model and optimizers, and the listeners that read them.
 
 The meter of a watch, the fingerprints and the gauges are listeners. The hub hooks the module that the
-loop calls, and the step of each optimizer. Outputs of single modules are hooked while a listener
-wants them. A compiler and the transforms of ``torch.func`` skip all hooks.
+loop calls, and the step of each optimizer. A compiler and the transforms of ``torch.func`` skip all
+hooks.
 
 An error in a listener ends this listener, and neither the others nor the loop. The ranks of a listener
 that compares them wait for each other, so there an error ends the loop.
@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.reading import failure_of
 from narrowgauge.torch_support.torch_hooks import OwnHook
-from narrowgauge.torch_support.torch_names import is_transformed, plain_name
+from narrowgauge.torch_support.torch_names import is_transformed
 
 
 class RunNotice(UserWarning):
@@ -130,12 +130,12 @@ class Hub:
                 self.guard(listener, getattr(listener, event), *args)
 
     def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and _is_eager():
+        if torch.is_grad_enabled() and is_eager():
             self._depth.clear()
             self._tell("before_pass", module, (*args, *kwargs.values()))
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and _is_eager():
+        if torch.is_grad_enabled() and is_eager():
             self._tell("after_pass", output)
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -167,32 +167,7 @@ class Hub:
             self._depth[optimizer] = 0
             self._tell("after_step", optimizer)
 
-    def follow_outputs(
-        self,
-        listener: Listener,
-        see: Callable[[str, Tensor], object],
-        stack: ExitStack,
-        names: Collection[str] = (),
-    ) -> None:
-        """Call a function with the first output of each module that has parameters, until the
-        stack closes.
 
-        Args:
-            names: of the modules; without names, those with parameters of their own.
-        """
-
-        def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, (tuple, list)) and output:
-                output = output[0]
-            if type(output) is Tensor and output.is_floating_point() and _is_eager():
-                self.guard(listener, see, name, output.detach())
-
-        for name, module in self.model.named_modules():
-            has_parameters = next(module.parameters(recurse=bool(names)), None) is not None
-            if has_parameters and (name in names or not names):
-                seen = OwnHook(partial(hook, plain_name(name)))
-                stack.callback(module.register_forward_hook(seen).remove)
-
-
-def _is_eager() -> bool:
+def is_eager() -> bool:
+    """Return whether hooks run: neither a compiler traces them nor a transform of ``torch.func``."""
     return not torch.compiler.is_compiling() and not is_transformed()

@@ -14,7 +14,7 @@ from narrowgauge.spec.toml import load_data
 SEVERITIES = ("error", "warning", "note")
 """How serious a reading is.
 
-Error: training computes something else than it says, or stands still. Warning: something is lost
+Error: training computes something else than it says, or changes nothing. Warning: something is lost
 that need not be. Note: nothing is lost, and it is worth a line.
 """
 
@@ -31,7 +31,7 @@ class Kind:
         text: the sentence of the kind. Its holes are ``value``, ``expected`` and ``bound``.
         source: source of the bound.
         severity: one of :data:`SEVERITIES`.
-        over: ``"run"`` for a count over the run, of which the newest reading counts; ``"share"`` for a
+        over: ``"run"`` for a count over the run: the newest reading counts; ``"share"`` for a
             share of its steps, which is a note below 1 and of single tensors.
     """
 

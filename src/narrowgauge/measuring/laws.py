@@ -1,7 +1,7 @@
 """Laws of a run: generators that take its steps, and tell what is beyond a bound.
 
 Each remembers what it must in its own variables. The same laws read a running loop and the rows of a
-record. A count over the run tells its share in every step, and the newest reading counts.
+record. A count over the run gives its fraction of the steps in every step, and the newest reading counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TWICE = 2.0
 LAWS: tuple[Callable[[Tell], Law], ...] = (
     gradient_laws.nonfinite, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
     gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm,
-    gradient_laws.ranks, gradient_laws.jump, partial(loss_laws.spikes, kind="loss-spike", name="loss"),
-    partial(loss_laws.spikes, kind="gradient-spike", name="grad_norm"), loss_laws.throughput,
-    loss_laws.idle_device, update_laws.sampled,
+    gradient_laws.ranks, gradient_laws.jump, partial(loss_laws.spikes, name="loss"),
+    partial(loss_laws.spikes, name="grad_norm"), loss_laws.throughput, loss_laws.idle_device,
+    update_laws.sampled,
 )  # fmt: skip
 """Every law of a run."""
 
@@ -34,7 +34,7 @@ class Laws:
     Args:
         ignore: kinds of readings that are intended.
         steps: earlier steps of the same run.
-        say: told of an error in a law, after which no law reads; without it the error is raised.
+        say: called with an error in a law, after which no law reads; without it the error is raised.
 
     Example:
         >>> laws = Laws()
@@ -63,7 +63,7 @@ class Laws:
         self._step = 0
         self._readings: list[Reading] = []
         self._laws = [law(self._tell) for law in LAWS]
-        self._told: dict[str, float] = {}
+        self._told: dict[tuple[str, str], float] = {}
         for law in self._laws:
             next(law)
         for step in steps:
@@ -90,12 +90,13 @@ class Laws:
         return self._readings
 
     def fresh(self, step: Step) -> list[Reading]:
-        """Return what is new in a step: the first reading of a kind, and one that is twice as far
-        beyond its bound.
+        """Return what is new in a step: the first reading of a kind at a stage, and one that is twice
+        as far beyond its bound.
         """
         new = []
         for reading in self.read(step):
-            if reading.excess > TWICE * self._told.get(reading.what, -1.0):
-                self._told[reading.what] = reading.excess
+            key = reading.what, reading.stage
+            if reading.excess > TWICE * self._told.get(key, -1.0):
+                self._told[key] = reading.excess
                 new.append(reading)
         return new

@@ -272,4 +272,6 @@ def _readings(facts: dict[str, Any]) -> Iterator[Reading]:
     elif shift is not None and facts["padding_learned"] > facts["sequences"]:
         yield measured("wrong-labels", "", facts["padding_learned"], 0)
     if facts["dtype"] in ("bfloat16", "float16"):
-        yield measured("narrow-softmax", "", unit_of(getattr(torch, facts["dtype"])), 0)
+        yield measured(
+            "loss-rounding", "the log-softmax", unit_of(getattr(torch, facts["dtype"])), 0
+        )

@@ -16,7 +16,7 @@ from narrowgauge.measuring.step import Law, Tell
 def skipped(tell: Tell) -> Law:
     """Read skipped steps, beyond those of a search for the loss scale.
 
-    Rows that come evenly between steps are of micro-batches, where no loss scale is told.
+    Rows that come evenly between steps are of micro-batches, without a loss scale.
     """
     count = 0
     taken = 0
@@ -57,15 +57,14 @@ def loss_scale(tell: Tell) -> Law:
             last = step.loss_scale
 
 
-def spikes(tell: Tell, kind: str, name: str) -> Law:
+def spikes(tell: Tell, name: str) -> Law:
     """Read losses or norms far above the median of the last 30 steps: norms by their logarithm.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
-    a loss. A spike does not enter the statistics; after 50 in a row they are the new level.
+    a loss. A spike does not enter the statistics.
     """
-    is_norm = kind == "gradient-spike"
+    is_norm = name == "grad_norm"
     values: deque[float] = deque(maxlen=100)
-    beyond: list[float] = []
     while True:
         step = yield
         shown = getattr(step, name)
@@ -77,16 +76,13 @@ def spikes(tell: Tell, kind: str, name: str) -> Law:
             level = median([*values][-30:])
             noise = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(values)])
             least = math.log(10.0) / 8 if is_norm else 0.01 * max(1.0, abs(level))
-            limit = level + KINDS[kind].bound * max(noise, least)
+            limit = level + KINDS["spike"].bound * max(noise, least)
         if value <= limit:
             values.append(value)
-            beyond = []
-            continue
-        tell(kind, "", shown, None, math.exp(min(limit, 700.0)) if is_norm else limit)
-        beyond.append(value)
-        if len(beyond) >= 50:
-            values = deque(beyond, maxlen=100)
-            beyond = []
+        elif is_norm:
+            tell("spike", "", shown, None, math.exp(min(limit, 700.0)), stage="gradient")
+        else:
+            tell("spike", "", shown, None, limit)
 
 
 def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer as AnyOptimizer
 
 from narrowgauge.measuring.hooks import Hub, Listener
-from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
+from narrowgauge.measuring.numbers import Numbers, norms_of
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of
 from narrowgauge.measuring.samples import Sample, in_turn, measured, samples_of, take
@@ -26,7 +26,6 @@ from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
-from narrowgauge.torch_support.torch_names import plain_name
 
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
@@ -35,7 +34,7 @@ class Meter(Listener):
     """Measure each step of a loop.
 
     A step ends with :meth:`end_step`, or where the last optimizer steps again: a loop that does not
-    tell of its steps is told of a fault one step later.
+    pass its steps learns of a fault one step later.
 
     Args:
         hub: the hooks.
@@ -62,8 +61,6 @@ class Meter(Listener):
         self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
         self.go_on_after(0)
-        blocks = {name for name, _ in hub.model.named_modules() if _is_block(name)}
-        hub.follow_outputs(self, self._add_output, self._undo, blocks)
         self._is_whole = not any(map(is_sharded, self.names))
         self._ranks: RankSums | None = None
         if not self._is_whole:
@@ -104,7 +101,6 @@ class Meter(Listener):
         self._samples: dict[AnyOptimizer, list[Sample]] = {}
         self._stepped: set[AnyOptimizer] = set()
         self._missing: set[str] = set()
-        self._outputs: dict[str, Tensor] = {}
         self._row: Row = {}
         self._kept: Tensor | None = None
 
@@ -164,11 +160,6 @@ class Meter(Listener):
 
     # ── before a step ─────────────────────────────────────────────────────────────────────────────
 
-    def _add_output(self, name: str, x: Tensor) -> None:
-        """Add the sum of a block's output: not finite, if any element is not."""
-        if torch.is_grad_enabled() and x.element_size() > 1:
-            self._outputs[name] = x.sum(dtype=torch.float32) + self._outputs.get(name, 0.0)
-
     def before_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that has its gradients."""
         if self.has_stepped and optimizer in self._stepped:
@@ -179,7 +170,6 @@ class Meter(Listener):
         if not self.names.keys() >= {*members_of(optimizer)}:
             self._name_all()
         gradients = self._take_gradients(optimizer)
-        self._take_outputs()
         self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
         if optimizer is self.hub.optimizers[0]:
             self._take_masters()
@@ -203,17 +193,14 @@ class Meter(Listener):
                 parts[self.names[p]] = part
         if parts:
             norms = norms_of([*parts.values()])
+            self._look_at_weights(norms)
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", parts, norms if scale is None else norms / scale)
         return by_parameter
 
-    def _take_outputs(self) -> None:
-        if not self._outputs:
-            return
-        sums = torch.stack([*self._outputs.values()])
-        self._numbers.set("output", self._outputs, sums)
-        self._outputs = {}
-        if sums.device.type == "cpu" and not bool(sums.isfinite().all()):
+    def _look_at_weights(self, norms: Tensor) -> None:
+        """Look for a weight that is not finite, where a gradient is not. A GPU is not waited for."""
+        if norms.device.type == "cpu" and not bool(norms.isfinite().all()):
             for p, name in self.names.items():
                 if not bool(local_of(p).isfinite().all()):
                     self._row["bad_weight"] = name
@@ -289,12 +276,11 @@ class Meter(Listener):
         stored = dict.fromkeys(_true(read["behind"]), 0.0)
         for name, meant in read["meant"].items():
             if 0 < meant < math.inf:
-                stored.setdefault(name, shortened(read["stored"][name] / meant))
+                stored.setdefault(name, read["stored"][name] / meant)
         row: Row = {
             "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
-            "bad": _not_finite(norms),
-            "bad_output": "".join(_not_finite(read["output"])[:1]),
+            "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "stored": stored,
             "apart": _true(read["apart"]),
             "unsummed": _true(read["unsummed"]),
@@ -302,12 +288,12 @@ class Meter(Listener):
         }
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
-            row["largest"] = shortened(sizes[row["largest_in"]])
+            row["largest"] = sizes[row["largest_in"]]
         with_gradient = {*_true(norms)}
         if with_gradient:
             row["zero"] = sorted((self._missing | {*norms}) - with_gradient)
         if self._is_whole:
-            row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
+            row["arrived"] = math.hypot(*norms.values()) * control.get("clip", 1.0)
         return row
 
     def _largest_rate(self) -> float:
@@ -317,16 +303,5 @@ class Meter(Listener):
         return max(rates)
 
 
-def _is_block(name: str) -> bool:
-    """Return whether a module is a block, a part of one, or outside of all blocks."""
-    parts = plain_name(name).split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return bool(name) and (not numbers or (len(numbers) == 1 and len(parts) - numbers[0] <= 2))
-
-
 def _true(flags: Mapping[str, float]) -> list[str]:
     return [name for name, x in flags.items() if x]
-
-
-def _not_finite(values: Mapping[str, float]) -> list[str]:
-    return [name for name, x in values.items() if not math.isfinite(x)]

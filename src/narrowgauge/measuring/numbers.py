@@ -54,13 +54,3 @@ def norms_of(gradients: list[Tensor]) -> Tensor:
         for place in ((norms == 0) | ~norms.isfinite()).nonzero().flatten().tolist():
             norms[place] = torch.linalg.vector_norm(gradients[place], dtype=torch.float64)
     return norms
-
-
-def shortened(x: float) -> float:
-    """Return a number with seven digits: a record of float32 numbers needs no more.
-
-    Example:
-        >>> shortened(0.1234567890123), shortened(float("inf"))
-        (0.1234568, inf)
-    """
-    return float(f"{x:.7g}")

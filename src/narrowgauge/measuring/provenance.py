@@ -42,8 +42,6 @@ def describe_process(device: torch.device) -> dict[str, Any]:
     machine: dict[str, Any] = {
         "system": platform.platform(),
         "processor": platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "num_threads": torch.get_num_threads(),
         "device": "cpu",
         "ranks": all_ranks().size,
     }

@@ -41,7 +41,7 @@ class Reading:
         bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
 
     Example:
-        >>> reading = Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1)
+        >>> reading = Reading(40, "storage", "lm_head.weight", "stored-share", 0.5, 1.0, 0.1)
         >>> reading.excess, reading.severity, reading.text.partition(",")[0]
         (5.0, 'error', 'The format of the weight stores 0.50 of the update')
     """
@@ -98,7 +98,7 @@ def measured(
     """Return a reading of a kind, whose row says what is left out.
 
     Args:
-        tensors: a name, or names, of which the first is shown and the others are counted.
+        tensors: a name, or names: the first is shown, the others are counted.
     """
     kind = KINDS[what]
     tensor = tensors if isinstance(tensors, str) else of_all(tensors)
@@ -152,7 +152,7 @@ class Readings(Sequence[Reading]):
     Args:
         readings: readings beyond their bound.
         lines: printed above the table.
-        looked_at: printed if there is no reading.
+        looked_at: printed without readings.
         unseen: what was not looked at, each with the reason or the flag that enables it; empty text
             if none does.
 
@@ -195,9 +195,7 @@ class Readings(Sequence[Reading]):
             RecipeError: with the sentences of all readings.
         """
         if self.serious:
-            message = (
-                f"Cannot go on because of {counted(len(self.serious), 'reading')} beyond the bound."
-            )
+            message = f"Cannot continue because of {counted(len(self.serious), 'reading')} beyond the bound."
             for reading in self.serious:
                 message += f" {reading.what} ({reading.tensor}): {reading.text}"
             raise RecipeError(message)

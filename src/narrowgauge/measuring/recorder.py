@@ -6,6 +6,7 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -42,7 +43,7 @@ from narrowgauge.runs.writer import Record, plain
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
-"""The step after which it is told what is not measured."""
+"""The step after which the recorder says what is not measured."""
 
 
 class RunRecorder:
@@ -176,7 +177,7 @@ class RunRecorder:
             self._begin_at(0)
 
     def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
-        """Open the folder on rank 0, and return the run in it, if this one goes on with it."""
+        """Open the folder on rank 0, and return the run in it, if this one continues it."""
         folder = str(self.folder)
         if not resume or not is_run(Path(folder)):
             self._record = Record.create(folder, content)
@@ -195,7 +196,7 @@ class RunRecorder:
             before(alarms)
             for alarm in alarms:
                 numbers = alarm.tensor, alarm.reading.edq, 1.0
-                reading = measured("lost-updates", *numbers, step=self.num_steps + 1)
+                reading = measured("stored-share", *numbers, step=self.num_steps + 1)
                 self._append("events", reading.to_dict())
 
         optimizer.on_alarm = alarmed
@@ -231,7 +232,9 @@ class RunRecorder:
     def _write(self, row: Row) -> None:
         """Write the row of a step that has ended, and let the laws read it."""
         if self._must_go_back:
-            words = f"Cannot go on in {self.folder} because the step of the checkpoint is unknown."
+            words = (
+                f"Cannot continue in {self.folder} because the step of the checkpoint is unknown."
+            )
             raise RecordError(words, "Call recorder.go_back(step) first.")
         if self.folder is not None:
             row = columns_of(self.model, self.optimizer) | row
@@ -250,7 +253,7 @@ class RunRecorder:
         """Tell what is not measured, each with its reason."""
         unseen = {**self.meter.unseen}
         row = self.meter.last
-        has_moved = row.get("arrived") and not row.get("skipped")
+        has_moved = 0 < row.get("arrived", 0.0) < math.inf and not row.get("skipped")
         if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
@@ -286,12 +289,11 @@ class RunRecorder:
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
 
-        After a resume, :meth:`go_back` warns of each kind of state that differs from them, causes
-        first.
+        After a resume, :meth:`go_back` warns of each kind of state that differs from them.
 
         Args:
             path: the file or folder of the checkpoint.
-            objects: what decides the next step besides model, optimizer and the process's random
+            objects: what decides the next step beside model, optimizer and the process's random
                 generators: ``scheduler``, ``scaler``, ``loader``, a ``torch.Generator``, and
                 ``batch``, the next one.
         Cost: one read of every state, and a second for its norm.
@@ -345,7 +347,7 @@ class RunRecorder:
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
-        ``lr`` is the rate of the first group of the last optimizer, ``stored_share`` the share of the
+        ``lr`` is the rate of the first group of the last optimizer, ``stored_share`` the fraction of the
         update that its formats stored in the last sample, and ``grad_norm`` is of the gradients that
         reached the last step.
         """
@@ -494,13 +496,13 @@ def watch(
     """Watch a training loop.
 
     Print after the third step what is measured and what is not, and a sentence at a step that is not
-    well. Each kind of fault is told once, and again when it is twice as large:
+    well. Each kind of fault is reported once, and again when it is twice as large:
 
-    * the share of the update that the formats of the weights store, for optimizers whose step on a copy
+    * the fraction of the update that the formats of the weights store, for optimizers whose step on a copy
       of some elements gives the same result;
     * a weight that jumps;
     * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
-    * the first weight, output, gradient or loss that is not finite; skipped steps, and the loss scale;
+    * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients that were not summed, and weights that differ.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
@@ -510,21 +512,21 @@ def watch(
         optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last
             to step at the end.
         record: a folder in which the run is recorded, with a row for each step of the optimizer, and
-            the loss where :meth:`RunRecorder.step` tells it.
+            the loss where :meth:`RunRecorder.step` passes it.
         called: the module whose forward pass the loop calls, if not the model itself.
         max_grad_norm: the limit to which the loop clips gradients.
         ignore: kinds of readings that are intended. ``narrowgauge show checks`` lists them.
         options: of :class:`narrowgauge.RunRecorder`.
     Returns:
-        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` tells the loss
+        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` passes the loss
             too; ``remove()`` ends it.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer, or ``ignore`` has an
             unknown kind.
         RecordError: the folder is in use.
 
-    Cost: the norm of each gradient and the sum of each block's output, and two steps of the
-        optimizer's class on 64 elements of 16 tensors.
+    Cost: the norm of each gradient, and two steps of the optimizer's class on 64 elements of 16
+        tensors.
 
     Example:
         >>> import torch, narrowgauge as ng

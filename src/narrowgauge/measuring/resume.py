@@ -26,7 +26,7 @@ from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
-from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
+from narrowgauge.runs.atomic_io import read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 
@@ -37,13 +37,6 @@ States = dict[str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LONG = 16
 """A list of more plain values than this is one state, by its hash."""
-CAUSES = (
-    r"\.lr|rate|sched", "step|epoch|position|iteration", "scale", "generator|rng",
-    "batch|data|token|loader|sampler", r"\.", "master",
-)  # fmt: skip
-"""Words in the names of kinds of states, causes first. Other states of optimizers come next; others,
-such as weights, are last.
-"""
 
 
 def check_resume(
@@ -68,8 +61,8 @@ def check_resume(
             ``None`` until the next step is not compared.
         steps: repeated after the resume. Take enough to cross an epoch.
     Returns:
-        A reading for each kind of state that differs, causes first: rate, counters, loss scale,
-        generators, batch, states, weights. What ``step`` does not return is not compared.
+        A reading for each kind of state that differs, in the order in which the loop names them. What
+        ``step`` does not return is not compared.
 
     Example:
         >>> import narrowgauge as ng
@@ -138,7 +131,7 @@ def differing(before: States, now: States) -> list[str]:
 
 
 def compare(before: States, now: States, when: str, lines: list[str]) -> dict[str, str]:
-    """Return what was saved and what is there, by the kind of state that differs, causes first.
+    """Return what was saved and what is there, by the kind of state that differs.
 
     Add lines: the number of equal states, and the differences.
     """
@@ -148,12 +141,12 @@ def compare(before: States, now: States, when: str, lines: list[str]) -> dict[st
         kinds.setdefault(_kind_of(path)[0], []).append(path)
     lines.append(f"{when}: {len(before) - len(paths)} of {len(before)} states have the same bits")
     differences = {}
-    for kind in sorted(kinds, key=_rank):
-        path = kinds[kind][0]
+    for kind, members in kinds.items():
+        path = members[0]
         text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
         name = _kind_of(path)[1]
         if name:
-            text = f"{counted(len(kinds[kind]), 'state')}, {name}: {text}"
+            text = f"{counted(len(members), 'state')}, {name}: {text}"
         lines.append(f"{kind}: {text}")
         differences[kind] = text
     return differences
@@ -167,13 +160,6 @@ def _kind_of(path: str) -> tuple[str, str]:
         return owner, name
     place, state, rest = match.groups()
     return f"{owner}.{state}", place + rest
-
-
-def _rank(kind: str) -> int:
-    for place, words in enumerate(CAUSES):
-        if re.search(words, kind.lower()):
-            return place
-    return len(CAUSES)
 
 
 # ── the state of a loop ───────────────────────────────────────────────────────────────────────────
@@ -256,12 +242,12 @@ class Certificate:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._objects = {"weights": model, "optimizer": optimizer}
+        self._objects = {"optimizer": optimizer, "weights": model}
         self._undrawn = generators()
 
     def write(self, path: str | Path, objects: Objects) -> None:
         """Write ``PATH.certificate.json``."""
-        states = snapshot({**self._objects, **objects}, {})
+        states = snapshot({**objects, **self._objects}, {})
         now = generators()
         # A generator that the loop does not draw from changes nothing.
         states |= {name: now[name] for name in differing(self._undrawn, now)}
@@ -269,13 +255,13 @@ class Certificate:
             write_whole(_file(path), json.dumps(states).encode())
 
     def differences(self, path: str | Path, objects: Objects) -> dict[str, str]:
-        """Return what was saved and what is there, by the kind of state, causes first."""
+        """Return what was saved and what is there, by the kind of state."""
         file = _file(path)
         written = all_ranks().of_first(lambda: read_bytes(file))
         if written is None:
             return {"": f"nothing was compared, because {file} is gone"}
-        now = snapshot({**self._objects, **objects}, {}) | generators()
-        return compare(load_json(written), now, "after the load", [])
+        now = snapshot({**objects, **self._objects}, {}) | generators()
+        return compare(json.loads(written), now, "after the load", [])
 
 
 def _file(path: str | Path) -> Path:

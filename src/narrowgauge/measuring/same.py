@@ -47,7 +47,7 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
 
     Weights are compared first, without calling the models: values that differ, vectors that are
     exactly 1, values that are not finite, formats, ties, adapters. With ``batch``, both run in
-    evaluation mode. The narrower one runs again beside float64 shadows: its roundings are the bounds
+    evaluation mode. The one in fewer bits runs again beside float64 shadows: its roundings are the bounds
     of modules' outputs and of log probabilities. Modules are paired by name. Both are as before at
     the end.
 
@@ -300,7 +300,9 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> N
     )
     for value, bound in ((mean, MARGIN / 2 * mean_noise), (largest, MARGIN * largest_noise)):
         if value > bound:
-            result.readings.append(measured("other-log-probabilities", "", value, 0.0, bound))
+            numbers = value, 0.0, bound
+            reading = measured("other-outputs", "log probabilities", *numbers, stage="loss")
+            result.readings.append(reading)
             return
 
 

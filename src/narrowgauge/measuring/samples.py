@@ -1,9 +1,9 @@
 """Samples of an optimizer's step: some elements of each tensor before and after it, and the step again
 without rounding.
 
-The optimizer's own class steps copies of the samples twice. In the formats of the run this tells
+The optimizer's own class steps copies of the samples twice. In the formats of the run this shows
 whether a copy repeats the step at all: a rule by elements, without random bits. In a wide format it
-tells what the step was meant to be.
+shows what the step was meant to be.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def measured(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
     if sample.home:
         masters = join([optimizer.state[p][sample.home] for p in sample.members])
         stored = (masters.double() - sample.states[sample.home].double()).view(-1, SIZE)
-    with suppress(Exception):  # a class that cannot be stepped so is not followed
+    with suppress(Exception):  # such a class is not followed
         again = _repeated(optimizer, sample, None)
         is_wide = sample.weights.element_size() > 2
         meant = _repeated(optimizer, sample, torch.float64 if is_wide else torch.float32)

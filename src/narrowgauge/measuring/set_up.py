@@ -152,7 +152,7 @@ def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
 
 def _is_copy(p: Tensor, table: Tensor) -> bool:
     """Return whether a parameter has the values of an embedding that trains, in a second tensor: its
-    bits, or once both have the narrower format.
+    bits, or once both have the format of fewer bits.
     """
     if p.shape != table.shape or table.dtype not in TRAINED or not table.requires_grad:
         return False

@@ -15,8 +15,8 @@ TABLES = ("config", "data", "model", "optimizer", "versions", "machine", "arithm
 """Compared tables of ``run.toml``."""
 
 NOT_COMPARED = frozenset({
-    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints", "log_every",
-    "gauges_every", "audit_every", "verify_every", "fingerprints_every", "unigram_loss",
+    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints",
+    "gauges_every", "audit_every", "fingerprints_every", "unigram_loss",
 })  # fmt: skip
 """Settings that do not affect the bits of training."""
 
@@ -36,15 +36,12 @@ def settings_diff(first: Row, second: Row) -> dict[str, tuple[str, str]]:
     Skip entries that only one has, and paths: what is there is in another table.
     """
     differences: dict[str, tuple[str, str]] = {}
-    settings = {**first.get("config", {}), **second.get("config", {})}
     for table in TABLES:
         others = dict(_leaves(second.get(table, {})))
         for name, value in _leaves(first.get(table, {})):
             pair = str(value), str(others.get(name, value))
-            # The optimizer's groups and the data repeat settings, such as the seed.
-            repeats = table in ("optimizer", "data") and name in settings
             is_place = table == "config" and name != "recipe" and all("/" in text for text in pair)
-            if pair[0] != pair[1] and not (repeats or is_place):
+            if pair[0] != pair[1] and not is_place:
                 differences.setdefault(name, pair)
     return differences
 

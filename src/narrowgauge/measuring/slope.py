@@ -95,7 +95,7 @@ class Along:
         for name, gradient in self._run(self.passes.plain(self.batch, 0.0)).shadows.items():
             self.exact[name] = self.exact[name] - gradient
 
-    def slope(self, names: Collection[str], seed: int = SEED, limit: float = 0.0) -> Slope:
+    def slope(self, names: Collection[str], limit: float = 0.0) -> Slope:
         """Return the slope along a random direction of some tensors.
 
         Args:
@@ -105,7 +105,7 @@ class Along:
         predicted = squares = 0.0
         for name in names:
             p = self.moved[name]
-            direction = _direction(p, seed + zlib.crc32(name.encode()))
+            direction = _direction(p, SEED + zlib.crc32(name.encode()))
             if p in self.padding:
                 direction[self.padding[p]] = 0.0
             directions.append((p, direction))
@@ -131,16 +131,11 @@ class Along:
         return Slope(predicted, measured, distance / size, not is_kink)
 
     def last_wrong(self, limit: float) -> tuple[str, Slope]:
-        """Return the last tensor in forward whose slope is another, by halving.
-
-        Each half is asked along two directions: along one, two tensors may cancel.
-        """
+        """Return the last tensor in forward whose slope is another, by halving."""
         names = [*self.moved][::-1]
         while True:
             half = names[: (len(names) + 1) // 2]
-            slope = self.slope(half, SEED, limit)
-            if not slope.differs:
-                slope = self.slope(half, 2 * SEED, limit)
+            slope = self.slope(half, limit)
             if len(names) == 1 and slope.differs:
                 return names[0], slope
             if len(names) == 1:

@@ -22,16 +22,15 @@ class Step:
         step: optimizer steps done.
         loss: of the step, of this rank.
         lr: rate of the first group of the last optimizer; ``rate`` is the largest of all groups.
-        grad_norm: of all gradients before a clip, as the loop or the optimizer tells it.
+        grad_norm: of all gradients before a clip, as the loop or the optimizer gives it.
         skipped: the update was not applied.
         limit: norm to which the loop clips, as it was declared.
         arrived: norm of the gradients that reach the update.
         zero: tensors whose gradient is exactly zero or missing.
         bad: tensors whose gradient is not finite, in the order of backward.
-        bad_output: first block of the model whose output is not finite.
         bad_weight: a weight of the model that was not finite before the step.
         kept: backward began with the gradient of the step before.
-        stored: of the tensors whose turn it is, the share of the update that their formats stored.
+        stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
         utilization: share of the device's time, in logs of other programs.
@@ -52,7 +51,6 @@ class Step:
     arrived: float | None = None
     zero: list[str] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
-    bad_output: str = ""
     bad_weight: str = ""
     kept: float | None = None
     stored: dict[str, float] = field(default_factory=dict)
@@ -86,6 +84,6 @@ class Step:
 Tell = Callable[..., None]
 """Takes a reading: its kind, tensors, value, expected and bound, and its step if it is not the current."""
 Law = Generator[None, Step, None]
-"""Takes steps, in their order, and tells the readings of each."""
+"""Takes steps, in their order, and gives the readings of each."""
 _NOTHING = asdict(Step(0))
 del _NOTHING["step"]

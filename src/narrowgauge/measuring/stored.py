@@ -52,8 +52,6 @@ DECOUPLED = ("adamw", "lion", "muon")
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
 SHARES = ("step", "of_decay", "second_moment", "eps")
-NUMBER = 8
-"""Rows of the printed table with the least shares; the others follow by count."""
 _SHOWN = {
     "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
     "stored of step": "step", "of decay": "of_decay", "of second moment": "second_moment", "of eps": "eps",
@@ -168,7 +166,7 @@ def _direction(stepped: Stepped, gradient: Tensor | None) -> Tensor | str:
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:
-    """Return the audit's share of a change of sampled weights that their format stores."""
+    """Return the audit's fraction of a change of sampled weights that their format stores."""
     weight = spread(p).float()
     stored = (weight + change).to(p.dtype).float() - weight
     intended = change.double()
@@ -194,10 +192,7 @@ def add_stored(set_up: SetUp, gradients: Mapping[str, Tensor], result: Readings)
                 lost.setdefault(name, row[what])  # of the step, if that is lost
     rows = [{"trains": of_all(names), **row} for row, names in groups.values()]
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
-    table = Table(rows[:NUMBER], _SHOWN).plain().splitlines()
-    if len(rows) > NUMBER:
-        table.append(f"and {len(rows) - NUMBER} more groups of tensors")
-    result.lines = [*table, *result.lines]
+    result.lines = [*Table(rows, _SHOWN).plain().splitlines(), *result.lines]
     if lost:
         ordered = sorted(lost, key=lost.__getitem__)
         result.add("stored-share", ordered, lost[ordered[0]], 1.0)

@@ -1,15 +1,14 @@
 """Compare the shadow of a step with the shadow of the plain loss in one process.
 
-Both are without roundings, so they are equal or the step computes another gradient: a factor, other
-weights of micro-batches and ranks, or another distance. With several ranks each process makes the
-plain pass over the batches of all. Collectives are operations that have shadows, so sums over ranks
-are followed.
+Both are without roundings, so they are equal or the step computes another gradient: a factor, or
+another distance. With several ranks each process makes the plain pass over the batches of all.
+Collectives are operations that have shadows, so sums over ranks are followed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = KINDS["gradient"].bound
 MOST_PARTS = 16
-"""Micro-batches of all ranks whose weights are fitted."""
+"""Micro-batches of all ranks whose gradients are read one by one."""
 
 
 def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
@@ -106,12 +105,16 @@ def _compare(
     )
     if differing and not terms:
         terms = _terms(passes, parts)
+    if terms and _is_of_parts(step, exact, terms, differing):
+        return exact
     answers: dict[str, tuple[float, float, list[str]]] = {}
     for name in sorted(differing, key=distances.__getitem__, reverse=True):
-        columns = [term.shadows[name].flatten() for term in terms if name in term.shadows]
-        words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
-        answers.setdefault(words, (value, expected, []))[2].append(name)
-    answers.pop("", None)
+        factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
+        rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
+        answer = "not a multiple of the plain loss's", distances[name], 0.0
+        if rest <= SAME * abs(factor):
+            answer = f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
+        answers.setdefault(answer[0], (*answer[1:], []))[2].append(name)
     for words, (value, expected, names) in answers.items():
         result.lines.append(f"  {of_all(names)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
@@ -129,35 +132,23 @@ def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
     return [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
 
 
-def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
-    """Return how a gradient is related to the right one, in words; its factor, or its distance over the
-    length; and the expected one. Return no words if the batch's loss is not a sum over its parts.
-
-    Args:
-        columns: the plain gradients of each micro-batch, if there are several.
+def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: list[str]) -> bool:
+    """Return whether a step is the mean over its micro-batches, and the whole batch's gradient no sum of
+    theirs, as of a contrastive loss.
     """
-    factor = float(a @ b) / float(b @ b)
-    if float((a - factor * b).norm()) <= SAME * abs(factor) * float(b.norm()):
-        return f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
-    off = float((a - b).norm() / b.norm())
-    if columns and a.numel() >= 2 * len(columns):
-        terms = torch.stack([*columns], 1)
-        weights = _weights(terms, a)
-        of_whole = _weights(terms, b)
-        if not of_whole and float((terms.mean(1) - a).norm()) <= SAME * float(a.norm()):
-            return "", off, 0.0
-        if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
-            times = [f"{x / y:.3g}" for x, y in zip(weights, of_whole, strict=True)]
-            return f"micro-batches count {', '.join(times)} times", off, 0.0
-    return "neither a multiple of the plain loss's nor of its micro-batches'", off, 0.0
+    if not all(term.shadows.keys() >= {*names} for term in terms):
+        return False
+    parts = torch.stack([_joined(term.shadows, names) for term in terms], 1)
+    stepped = _joined(step, names)
+    if float((parts.mean(1) - stepped).norm()) > SAME * float(stepped.norm()):
+        return False
+    whole = _joined(exact, names)
+    weights = torch.linalg.lstsq(parts, whole[:, None], driver="gelsd").solution[:, 0]
+    return float((whole - parts @ weights).norm()) > 1e-3 * float(whole.norm())
 
 
-def _weights(columns: Tensor, target: Tensor) -> list[float]:
-    """Return the weights of columns whose sum is a target; empty if none is."""
-    solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    if float((target - columns @ solution).norm()) > 1e-3 * float(target.norm()):
-        return []
-    return list(map(float, solution))
+def _joined(gradients: Gradients, names: list[str]) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in names])
 
 
 def _add_missing(

@@ -43,7 +43,7 @@ ENVELOPE = 32.0
 LEAST = 2.0**-20
 """Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
 AGREES = 0.05
-"""Relative difference of other recorded numbers of a step, such as the stored share of an update,
+"""Relative difference of other recorded numbers of a step, such as the stored fraction of an update,
 beside a difference by rounding.
 """
 _UNLIKE = ("seconds", "per_second", "bytes")

@@ -7,17 +7,17 @@ to int8 or four bits rounds half of a tensor to zero, and its signal-to-noise ra
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from statistics import fmean, stdev
 
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.step import Law, Tell
 
 SAMPLED = (
-    ("underflow", "tensors", "underflow", 2), ("overflow", "tensors", "overflow", 1),
-    ("attention-logits", "attention", "max_logit", 1),
+    ("cast-range", "tensors", "underflow", 0.05), ("cast-range", "tensors", "overflow", 0.001),
+    ("attention-logits", "attention", "max_logit", KINDS["attention-logits"].bound),
 )  # fmt: skip
-"""Kinds that read samples of the gauges: the table, the metric, and samples in a row beyond the bound."""
+"""Kinds that read samples of the gauges: the table, the metric and its bound."""
 NOISY = 8.0
 """Decibels below which the error of a cast exceeds a sixth of its operand's energy."""
 
@@ -36,30 +36,26 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
             if len(values) < fewest:
                 continue
             error = stdev(values) / math.sqrt(len(values))
-            if fmean(values) + 3 * error < 1 - KINDS["lost-updates"].bound:
+            if fmean(values) + 3 * error < 1 - KINDS["stored-share"].bound:
                 low[name] = fmean(values)
         if low:
             names = sorted(low, key=low.__getitem__)
             since = since or step.step
-            tell("lost-updates", names, low[names[0]], 1.0, step=since)
+            tell("stored-share", names, low[names[0]], 1.0, step=since)
 
 
 def sampled(tell: Tell) -> Law:
     """Read what casts lose, and attention logits that are far too large."""
-    in_a_row: Counter[tuple[str, str]] = Counter()
     while True:
         step = yield
-        for kind, table, metric, least in SAMPLED:
+        for kind, table, metric, bound in SAMPLED:
             values = {}
             for name, metrics in step.gauges.get(table, {}).items():
                 value = metrics.get(metric)
                 ratio = metrics.get("sqnr_db", 0.0)
-                if value is None or value < KINDS[kind].bound or ratio is None or ratio > NOISY:
-                    in_a_row[kind, name] = 0
-                    continue
-                in_a_row[kind, name] += 1
-                if in_a_row[kind, name] >= least:
-                    values[name] = value
+                is_noisy = ratio is not None and ratio <= NOISY
+                if value is not None and value >= bound and is_noisy:
+                    values[f"{name}, {metric}"] = value
             if values:
                 names = sorted(values, key=values.__getitem__, reverse=True)
-                tell(kind, names, values[names[0]])
+                tell(kind, names, values[names[0]], None, bound)

@@ -1,6 +1,6 @@
 """Compare two sets of weights, tensor by tensor: models, state_dicts, files. No code of a model runs.
 
-Values are compared once both have the narrower of their formats. A buffer is compared in the wider
+Values are compared once both have the format of fewer bits. A buffer is compared in the wider
 one: a buffer that was rounded computes something else.
 """
 

@@ -283,7 +283,7 @@ def round_to(
     if not row.signed:
         rounded = rounded.clamp(min=row.min)
         rounded = rounded.where(values > 0, row.min if saturate else math.nan)
-    rounded = torch.where(negative & ((rounded > 0) | row.negative_zero), -rounded, rounded)
+    rounded = torch.where(negative & ((rounded > 0) | (row.kind == "float")), -rounded, rounded)
     rounded = rounded.where(~values.isnan(), math.nan if row.nans else 0.0)
     return quiet(rounded.float())
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,11 @@ from torch import Tensor, nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.sample import Sample
+from narrowgauge.optim.sample import Sample, versions_of
 from narrowgauge.optim.state import LocalState
+from narrowgauge.optim.table import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.torch_support.proof import CPP, TRITON
 from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
@@ -34,9 +35,9 @@ WINDOW = 20
 FEWEST = 5
 """Audited steps before an alarm may be raised."""
 FEWEST_EVENTS = 3
-"""Audits of equal weight that a window is worth: one in which all else was still is no interval."""
+"""Audits of equal weight that a window is worth: of one alone there is no interval."""
 FEWEST_MOVED = 32
-"""Elements that moved in a window of a stochastic storage, before a loss is told from chance."""
+"""Elements that moved in a window of a stochastic storage, before a loss is more than chance."""
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
 
@@ -67,6 +68,7 @@ class AuditedUpdates:
         num_events: audits of equal weight that the window is worth, by the sizes of D.
         num_moved: intended element changes that changed the stored value, over the window.
         last_step: the last audited step.
+        stalls: whether updates are lost, or too large, with statistical certainty.
     """
 
     edq: float
@@ -80,14 +82,7 @@ class AuditedUpdates:
     num_events: float
     num_moved: float
     last_step: int
-
-    @property
-    def stalls(self) -> bool:
-        """Tell whether updates are lost, or too large, with statistical certainty."""
-        if self.num_audits < FEWEST or self.num_events < FEWEST_EVENTS:
-            return False
-        width = student_t(self.num_audits - 1, CONFIDENCE) * self.edq_error
-        return self.edq + width < MIN_EDQ or self.edq - width > 1 / MIN_EDQ
+    stalls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +113,39 @@ MESSAGE = (
 )
 
 
-def read(rows: Iterable[Tensor], last_step: int = 0) -> AuditedUpdates:
-    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step up to
-    ``last_step``.
+def read(windows: Tensor) -> dict[str, Tensor]:
+    """Return the fields of :class:`AuditedUpdates` of windows: float64 ``UPDATE_SUMS`` and the step,
+    ``[windows, WINDOW, 11]``, zero where no step is yet.
 
     Sum first, then divide. The delta method gives the error of the EDQ, a ratio of sums over the
     steps.
     """
-    table = torch.stack(list(rows))
-    dd, de, _, nonzero, lost, *_ = table.unbind(1)
-    values = {name: float(value) for name, value in update_metrics(table.sum(0)).items()}
-    count = len(table)
-    error = math.nan
-    if count > 1:
-        spread = (de - values["edq"] * dd).square().sum() * count / (count - 1)
-        error = float(spread.sqrt() / dd.sum())
-    num_events = float(dd.sum().square() / dd.square().sum())
-    num_moved = float((nonzero - lost).sum())
-    return AuditedUpdates(
-        **values,
-        edq_error=error,
-        num_audits=count,
-        num_events=num_events,
-        num_moved=num_moved,
-        last_step=last_step,
-    )
+    dd, de, _, nonzero, lost, *_, steps = windows.unbind(2)
+    total = dd.sum(1)
+    metrics = update_metrics(windows[:, :, :-1].sum(1))
+    edq = metrics["edq"]
+    count = (steps > 0).sum(1)
+    spread = (de - edq[:, None] * dd).square().sum(1) * count / (count - 1)
+    error = torch.where(count > 1, spread.sqrt() / total, math.nan)
+    num_events = total.square() / dd.square().sum(1)
+    factors = [student_t(max(1, number - 1), CONFIDENCE) for number in count.tolist()]
+    width = error * error.new_tensor(factors)
+    is_off = (edq + width < MIN_EDQ) | (edq - width > 1 / MIN_EDQ)
+    return {
+        **metrics,
+        "edq_error": error,
+        "num_audits": count,
+        "num_events": num_events,
+        "num_moved": (nonzero - lost).sum(1),
+        "last_step": steps.amax(1).long(),
+        "stalls": is_off & (count >= FEWEST) & (num_events >= FEWEST_EVENTS),
+    }
+
+
+def reading_of(metrics: Mapping[str, Tensor], place: int) -> AuditedUpdates:
+    """Return the reading of one window."""
+    values: dict[str, Any] = {name: metric[place].item() for name, metric in metrics.items()}
+    return AuditedUpdates(**values)
 
 
 class Auditor:
@@ -152,28 +155,26 @@ class Auditor:
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 10]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
-        windows: the last sums of each tensor, oldest first.
-        total: those of all tensors together.
-        seen: the step of each tensor's last audit.
+        windows: the last sums of each tensor, as :func:`read` takes them.
+        places: those of the tensors in ``windows``. ``None`` stands for all together.
     """
 
     def __init__(self) -> None:
         self.fresh: list[tuple[Sample, int, HostCopy]] = []
         self.last: Tensor | None = None
-        self.windows: dict[Tensor, deque[Tensor]] = {}
-        self.total: deque[Tensor] = deque(maxlen=WINDOW)
-        self.seen: dict[Tensor, int] = {}
+        size = 0, WINDOW, len(UPDATE_SUMS) + 1
+        self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.places: dict[Tensor | None, int] = {}
         self._stalled: set[Tensor] = set()
         self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
-    def before(self, batch: Mapping[LocalState, Numbers], audit_every: int) -> None:
+    def before(self, batch: Batch, audit_every: int) -> None:
         """Read what the next step reads of the samples. Call :meth:`after` when it has written."""
-        alike: dict[Numbers, list[LocalState]] = defaultdict(list)
-        for state, numbers in batch.items():
-            if state.parameter.numel():
-                alike[numbers].append(state)
-        for numbers, states in alike.items():
+        for numbers, members in batch.items():
+            states = [state for state in members if state.parameter.numel()]
+            if not states:
+                continue
             is_audited = (states[0].step + 1) % audit_every == 0
             if is_audited or not numbers.kernel.is_matrix:
                 sample = self._samples.get(states[0].owner)
@@ -186,11 +187,22 @@ class Auditor:
     def after(self) -> None:
         """Compare what was stored with what was intended."""
         for sample, states, numbers in self._followed:
-            step = states[0].step + 1
-            sample.end(states, step)
+            sample.step += 1
+            if numbers.kernel.how_it_ran not in (CPP, TRITON):  # which raise no version
+                sample.versions = versions_of(states)
             if sample.lane is not None:
-                self.fresh.append((sample, step, HostCopy(sample.sums(states, numbers))))
+                self.fresh.append((sample, sample.step, HostCopy(sample.sums(states, numbers))))
         self._followed = []
+
+    def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> Tensor:
+        """Put the sums of a step in the place of the oldest ones. Return the windows."""
+        places = [self.places.setdefault(owner, len(self.places)) for owner in owners]
+        num_new = len(self.places) - len(self.windows)
+        empty = self.windows.new_zeros(num_new, *self.windows.shape[1:])
+        self.windows = torch.cat([self.windows, empty])
+        oldest = self.windows[places, :, -1].argmin(1)
+        self.windows[places, oldest] = torch.nn.functional.pad(sums, (0, 1), value=step)
+        return self.windows[places]
 
     def collect(self, names_of: Callable[[], Mapping[Tensor, str]]) -> list[Alarm]:
         """Move the new sums into the windows. Return the tensors that begin to stall.
@@ -199,29 +211,27 @@ class Auditor:
         """
         alarms = []
         self.last = None
-        if self.fresh:
-            self.last = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
-            self.total.append(self.last)
-        for sample, step, sums in self.fresh:
+        for sample, step, copy in self.fresh:
             storage = sample.storage
-            for owner, row in zip(sample.owners, sums.cpu(), strict=True):
-                self.last += row
-                self.windows.setdefault(owner, deque(maxlen=WINDOW)).append(row)
-                self.seen[owner] = step
-                meant, stored, *_ = row.tolist()
-                is_whole = MIN_EDQ * meant <= stored <= meant / MIN_EDQ
-                if is_whole and owner not in self._stalled:
+            sums = copy.cpu()
+            self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
+            metrics = read(self._append(sample.owners, sums, step))
+            for place, stalls in enumerate(metrics["stalls"].tolist()):
+                owner = sample.owners[place]
+                if not stalls:
+                    self._stalled.discard(owner)
                     continue
-                reading = read(self.windows[owner], step)
                 # A stochastic storage stores rare updates on average, and a window may contain few.
                 is_rounded_at_random = storage.weight.rounding == "stochastic"
-                is_chance = is_rounded_at_random and reading.num_moved < FEWEST_MOVED
-                if not reading.stalls:
-                    self._stalled.discard(owner)
-                elif owner not in self._stalled and not is_chance:
+                is_chance = is_rounded_at_random and metrics["num_moved"][place] < FEWEST_MOVED
+                if owner not in self._stalled and not is_chance:
                     self._stalled.add(owner)
                     name = names_of().get(owner, "")
+                    reading = reading_of(metrics, place)
                     alarms.append(Alarm(name, storage.name, storage.fallback, reading))
+        if self.last is not None:
+            last_step = max(step for _, step, _ in self.fresh)
+            self._append([None], self.last[None], last_step)
         self.fresh = []
         return alarms
 
@@ -315,10 +325,11 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         inner.name_parameters(model)
     inner.settle()
     names = inner.parameter_names()
+    metrics = read(auditor.windows)
     readings = Audit()
-    for parameter, window in auditor.windows.items():
-        if parameter in names:  # it may have left since the last step
-            readings[names[parameter]] = read(window, auditor.seen[parameter])
-    if readings:
-        readings.total = read(auditor.total, max(auditor.seen.values()))
+    for tensor, place in auditor.places.items():
+        if tensor is None:
+            readings.total = reading_of(metrics, place)
+        elif tensor in names:  # it may have left since the last step
+            readings[names[tensor]] = reading_of(metrics, place)
     return readings

@@ -21,7 +21,7 @@ from narrowgauge.optim.codes import (
     place_tail,
     visible_value,
 )
-from narrowgauge.optim.planes import dropped_bits
+from narrowgauge.optim.planes import dropped_bits, fields_of
 from narrowgauge.spec.storages import VISIBLE, Storage
 
 
@@ -80,13 +80,11 @@ def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
 def random_low_bits(storage: Storage, lane: Lane, random: Tensor) -> dict[str, Tensor]:
     """Return the fields beside a visible weight in place, with random low bits that belong to it."""
     offset = random_offset(storage.visible, lane.visible, random)
-    (name,) = storage.beside
-    shift = lane.fields[name][1]
+    field = fields_of(storage)["weight"]
     if storage.tail_bits:
-        return {name: place_tail(storage, offset, shift)}
+        return {field.name: place_tail(field, offset)}
     value = visible_value(storage.visible, lane.visible + offset)
-    if storage.master:
-        return {name: encode(storage.weight, value, 0, 0)}
-    # Toward zero, since a low part of half an ulp would be a tie.
-    rest = value - visible_value(storage.visible, lane.visible)
-    return {name: encode(storage.weight, rest, 0, shift)}
+    if not storage.master:
+        # Toward zero, since a low part of half an ulp would be a tie.
+        value = value - visible_value(storage.visible, lane.visible)
+    return {field.name: encode(field, value, 0)}

@@ -24,7 +24,7 @@ float16 weight, infinity).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,8 +44,8 @@ from narrowgauge.numerics.rounding import (
     random_bits,
     reciprocal,
 )
-from narrowgauge.optim.planes import dropped_bits, planes_of, shares
-from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts
+from narrowgauge.optim.planes import Field, fields_of, roles
+from narrowgauge.spec.storages import VISIBLE, Storage, low_parts
 
 SIGN = -(1 << 31)
 MANTISSA = 0x7FFFFF
@@ -62,56 +62,47 @@ def value_dtype(storage: Storage) -> torch.dtype:
 # ── one code: the upper bits of a float32 are a window of all its exponents ───────────────────────
 
 
-def encode(
-    code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | None = None
-) -> Tensor:
-    """Round ``x`` to a code at ``shift`` in a word: int32, zero outside the code's bits.
+def encode(field: Field, x: Tensor, addend: Addend, scale: Tensor | None = None) -> Tensor:
+    """Round ``x`` to a field's code: int32, zero outside the field's bits.
 
     A float64 code gives int64.
 
     ``addend`` is added before cutting (:func:`narrowgauge.numerics.rounding.cut`). A scaled code
     takes as ``scale`` the first result of :func:`multipliers`.
     """
+    code = field.code
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
-    dropped = dropped_bits(code)
     inside = x
     if scale is not None:
         inside = x * scale
-    bits = canonical_bits(_times_power(inside, -code.lowest - 126))
-    steps = (bits & MAGNITUDE).clamp(max=_last_step(code) << dropped)
-    if dropped:
-        steps = (steps + addend_of(steps, dropped, addend)) >> dropped
+    bits = canonical_bits(_times_power(inside, -field.exponent))
+    steps = (bits & MAGNITUDE).clamp(max=field.last)
+    if field.drop:
+        steps = (steps + addend_of(steps, field.drop, addend)) >> field.drop
     if code.hold:
         # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
         steps = steps.maximum(bits_of(x).clamp(max=1))
     if code.signed:
         steps = steps | (((bits >> 31) & 1) << code.magnitude_bits)
-    return steps << shift
+    return steps << field.shift
 
 
-def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Return the float32 values of codes at ``shift`` in words.
+def decode(field: Field, word: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the float32 values of a field in words of its plane.
 
     ``scale`` is the second result of :func:`multipliers`.
     """
+    code = field.code
     if code.bits == 64:
         return word.view(torch.float64)
-    bits = ((word >> shift) & _last_step(code)) << dropped_bits(code)
+    bits = (word >> field.shift << field.drop) & field.last
     if code.signed:
-        bits = bits | ((word << (31 - code.magnitude_bits - shift)) & SIGN)
-    value = _times_power(float_of(bits), code.lowest + 126)
+        bits = bits | ((word << (31 - code.magnitude_bits - field.shift)) & SIGN)
+    value = _times_power(float_of(bits), field.exponent)
     if scale is not None:
         value = value * scale
     return value
-
-
-def _last_step(code: Code) -> int:
-    """Return the largest magnitude of a code in steps from zero.
-
-    Larger values of a window saturate to it.
-    """
-    return (1 << code.magnitude_bits) - 1
 
 
 def _times_power(x: Tensor, exponent: int) -> Tensor:
@@ -186,13 +177,13 @@ class Lane:
     """Hold the inputs of a step for some elements: int32 bits of the visible weight
     (:func:`visible_value`), and the gradient in float32.
 
-    ``fields`` maps a field to its word and first bit. ``scales`` maps each row-scaled code to its
-    :func:`multipliers`.
+    ``words`` are those of each plane; bits outside of fields may be anything. ``scales`` maps each
+    row-scaled code to its :func:`multipliers`.
     """
 
     visible: Tensor
     gradient: Tensor
-    fields: Mapping[str, tuple[Tensor, int]]
+    words: Sequence[Tensor]
     scales: Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -219,12 +210,8 @@ def lane_of(
     words: Sequence[Tensor],
     scales: Mapping[str, tuple[Tensor, Tensor]],
 ) -> Lane:
-    """Return the lane of the words of the weight and of each plane. Upper bits may be anything."""
-    fields: dict[str, tuple[Tensor, int]] = {}
-    for plane, word in zip(planes_of(storage), words, strict=True):
-        for name, shift, _ in plane.fields:
-            fields[name] = word, shift
-    return Lane(weight_bits(storage.visible, weight), gradient, fields, scales)
+    """Return the lane of the words of the weight and of each plane."""
+    return Lane(weight_bits(storage.visible, weight), gradient, words, scales)
 
 
 def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) -> dict[str, Addend]:
@@ -237,19 +224,22 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits for 18
     would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
-    result: dict[str, Addend] = dict.fromkeys(("weight", *dict(storage.states)))  # to nearest
-    places = shares(storage)
-    if not places:
+    fields = {name: fields_of(storage)[name] for name in roles(storage)}
+    result: dict[str, Addend] = dict.fromkeys(fields)  # to nearest
+    if not storage.is_stochastic:
         return result
     mantissa = visible_bits(storage.visible, gradient) & MANTISSA
     if storage.visible == "bfloat16":
         mantissa = mantissa >> 16
     random = random_bits(bits_of(weight) ^ mantissa, seed)
-    for name, (start, borrowed) in places.items():
+    for name, field in fields.items():
+        if field.share is None:
+            continue
+        start, borrowed = field.share
         word = random
         if borrowed:
             word = (random << borrowed) | ((random >> (32 - borrowed)) & ((1 << borrowed) - 1))
-        result[name] = (word >> start) & ((1 << dropped_bits(storage.code(name))) - 1)
+        result[name] = (word >> start) & ((1 << field.drop) - 1)
     return result
 
 
@@ -263,22 +253,23 @@ def read(storage: Storage, lane: Lane) -> Values:
     """
     visible = storage.visible
     weight = visible_value(visible, lane.visible)
-    if not storage.beside:
+    field = fields_of(storage)["weight"]
+    if not field.name:
         return Values(weight, None)
-    word, shift = lane.fields[storage.beside[0]]
+    word = lane.words[field.plane - 1]
     if storage.master:
-        stored = decode(storage.weight, word, 0)
+        stored = decode(field, word)
         seen = encode_visible(storage, stored.float(), half(VISIBLE[visible][1]))
         is_current = seen == in_range(storage, lane.visible)
         return Values(torch.where(is_current, stored, weight), None)
     if storage.tail_bits:
-        up = 32 - storage.tail_bits
-        tail = (word << (up - shift)) >> up << dropped_bits(storage.weight)
+        up = 32 - field.bits
+        tail = (word << (up - field.shift)) >> up << field.drop
         total = lane.visible + tail
         # Where the sum has another sign, take the visible weight.
         total = torch.where((total ^ lane.visible) < 0, lane.visible, total)
         return Values(visible_value(visible, total), None)
-    low = decode(storage.weight, word, shift)
+    low = decode(field, word)
     return Values(weight, torch.where(_is_own(storage, lane.visible, low), low, 0.0))
 
 
@@ -290,11 +281,18 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
     return weight
 
 
+def _parts_of(storage: Storage, name: str) -> list[Field]:
+    """Return the fields of the parts of a state."""
+    names = name, *low_parts(name, storage.code(name))
+    return [fields_of(storage)[part] for part in names]
+
+
 def read_parts(storage: Storage, lane: Lane, name: str) -> list[Tensor]:
     """Decode the parts of a state."""
+    _, back = lane.scales.get(name, (None, None))
     parts = []
-    for part, code, _, back in _parts_of(storage, lane, name):
-        parts.append(decode(code, *lane.fields[part], back))
+    for field in _parts_of(storage, name):
+        parts.append(decode(field, lane.words[field.plane - 1], back))
     return parts
 
 
@@ -304,24 +302,6 @@ def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
         return read_weight(storage, lane)
     parts = read_parts(storage, lane, name)
     return sum(parts[1:], parts[0])
-
-
-def _parts_of(
-    storage: Storage, lane: Lane, name: str
-) -> Iterator[tuple[str, Code, Tensor | None, Tensor | None]]:
-    """Yield the field and code of each part of a state, and its multipliers if it is scaled.
-
-    Each part is finer by the bits of the one before.
-    """
-    code = storage.code(name)
-    for place, part in enumerate((name, *low_parts(name, code))):
-        into = back = None
-        if code.scaled:
-            into, back = lane.scales[name]
-            finer = 2.0 ** (place * (code.mantissa_bits + 1))
-            into = into * finer
-            back = back / finer
-        yield part, code.part(place), into, back
 
 
 def write(
@@ -339,53 +319,52 @@ def write(
     """
     addend = addends(storage, old.weight, lane.gradient, seed)
     if old.low is None:
-        visible, fields = write_weight(storage, lane, old.weight + change, addend["weight"])
+        visible, fields = write_weight(storage, old.weight + change, addend["weight"])
     else:
         # Kahan's order: add the compensation to the change first, so that the weight absorbs
         # neither.
         total = old.low + change
         visible = encode_visible(storage, old.weight + total, None)
         rest = total - (visible_value(storage.visible, visible) - old.weight)
-        fields = write_low(storage, lane, visible, rest)
+        fields = write_low(storage, visible, rest)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
     return Written(visible, fields)
 
 
 def write_weight(
-    storage: Storage, lane: Lane, value: Tensor, addend: Addend
+    storage: Storage, value: Tensor, addend: Addend
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a weight, and its fields in place."""
     _, below, exponent = VISIBLE[storage.visible]
+    field = fields_of(storage)["weight"]
     if storage.master:
         visible = encode_visible(storage, value.float(), half(below))
-        return visible, {"master": encode(storage.weight, value, None, 0)}
+        return visible, {"master": encode(field, value, None)}
     if storage.tail_bits:
-        bits = cut(_times_power(value, exponent), dropped_bits(storage.weight), addend)
+        bits = cut(_times_power(value, exponent), field.drop, addend)
         # Adding half of the tail's range carries exactly if the rest is negative. Only NaNs are
         # large enough to wrap, and `cut` leaves none that does.
         visible = in_range(storage, (bits + half(below)) & -(1 << below))
-        return visible, {"tail": place_tail(storage, bits - visible, lane.fields["tail"][1])}
+        return visible, {"tail": place_tail(field, bits - visible)}
     visible = encode_visible(storage, value, addend)
-    if not storage.beside:
+    if not field.name:
         return visible, {}
     rest = value - visible_value(storage.visible, visible)
-    return visible, write_low(storage, lane, visible, rest)
+    return visible, write_low(storage, visible, rest)
 
 
-def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
+def place_tail(field: Field, tail: Tensor) -> Tensor:
     """Return a signed tail's bits at their position in a word, zeros elsewhere."""
-    steps = tail >> dropped_bits(storage.weight)
-    return (steps & ((1 << storage.tail_bits) - 1)) << shift
+    return ((tail >> field.drop) & ((1 << field.bits) - 1)) << field.shift
 
 
-def write_low(storage: Storage, lane: Lane, bits: Tensor, rest: Tensor) -> dict[str, Tensor]:
+def write_low(storage: Storage, bits: Tensor, rest: Tensor) -> dict[str, Tensor]:
     """Encode the low part of a visible weight: toward zero where the nearest one is not its own."""
-    (name,) = storage.beside
-    shift = lane.fields[name][1]
-    nearest = encode(storage.weight, rest, None, shift)
-    is_own = _is_own(storage, bits, decode(storage.weight, nearest, shift))
-    return {name: torch.where(is_own, nearest, encode(storage.weight, rest, 0, shift))}
+    field = fields_of(storage)["weight"]
+    nearest = encode(field, rest, None)
+    is_own = _is_own(storage, bits, decode(field, nearest))
+    return {field.name: torch.where(is_own, nearest, encode(field, rest, 0))}
 
 
 def _is_own(storage: Storage, bits: Tensor, low: Tensor) -> Tensor:
@@ -398,25 +377,26 @@ def write_state(
     storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend
 ) -> dict[str, Tensor]:
     """Return a state's bits in place. A second part stores what the first one leaves."""
-    parts = [value]
-    if storage.code(name).parts == 2:
-        part, code, into, _ = next(_parts_of(storage, lane, name))
+    first, *second = _parts_of(storage, name)
+    into, _ = lane.scales.get(name, (None, None))
+    fields = {first.name: encode(first, value, addend, into)}
+    for field in second:
         back = into
         if into is not None:
             back = reciprocal(into)
-        shift = lane.fields[part][1]
-        parts.append(value - decode(code, encode(code, value, addend, shift, into), shift, back))
-    return write_parts(storage, lane, name, parts, addend)
+        rest = value - decode(first, fields[first.name], back)
+        fields[field.name] = encode(field, rest, addend, into)
+    return fields
 
 
 def write_parts(
-    storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor], addend: Addend
+    storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the bits of a state's parts in place: the inverse of :func:`read_parts`."""
+    """Return the bits of a state's parts in place, to nearest."""
+    into, _ = lane.scales.get(name, (None, None))
     fields = {}
-    codes = _parts_of(storage, lane, name)
-    for (part, code, into, _), value in zip(codes, parts, strict=True):
-        fields[part] = encode(code, value, addend, lane.fields[part][1], into)
+    for field, value in zip(_parts_of(storage, name), parts, strict=True):
+        fields[field.name] = encode(field, value, None, into)
     return fields
 
 
@@ -425,7 +405,6 @@ def write_parts(
 
 def weight_after(storage: Storage, lane: Lane, written: Written) -> Tensor:
     """Return the stored weight after a step."""
-    fields = {}
-    for name in storage.beside:
-        fields[name] = written.fields[name], lane.fields[name][1]
-    return read_weight(storage, Lane(written.visible, lane.gradient, fields, {}))
+    field = fields_of(storage)["weight"]
+    words = [written.fields.get(field.name, lane.visible)] * field.plane  # the last one is read
+    return read_weight(storage, Lane(written.visible, lane.gradient, words, {}))

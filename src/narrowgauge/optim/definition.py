@@ -61,7 +61,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
         written = advance(Inputs(rule, storage, lane, (*others, None)[0], scalars, seed))
         results = [codes.weight_word(storage.visible, written.visible)]
         for plane in planes:
-            results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
+            results.append(reduce(or_, [written.fields[field.name] for field in plane.fields]))
         for integers, result in zip(stored, results, strict=True):
             if not values.is_cpu:
                 result = torch.where(scalars["skip"] != 0, integers, result)
@@ -117,14 +117,14 @@ def new_bounds(span: Span, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]
     plus = rule.update(weights, slopes, *moments, scalars)[1:]
     minus = rule.update(weights, -1.0 * slopes, *moments, scalars)[1:]
     added = rule.update(weights, slopes, *[zeros] * len(moments), scalars)[1:]
-    for place, (name, old) in enumerate(span.bounds.items()):
-        bound = torch.maximum(plus[place].abs(), minus[place].abs())
+    for (name, old), up, down, new in zip(span.bounds.items(), plus, minus, added, strict=True):
+        bound = torch.maximum(up.abs(), down.abs())
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         bound = torch.where(bound < math.inf, bound, 3e38)
         # One huge gradient costs its element, not its block.
         limited = torch.where(old > 0, torch.minimum(bound, old * MOST_GROWTH), bound)
         # The bound of a block without gradients would fall, and the next gradient would be huge to it.
-        bound = torch.where(added[place] == 0, torch.maximum(bound, old), limited)
+        bound = torch.where(new == 0, torch.maximum(bound, old), limited)
         result[name] = torch.where(scalars["skip"] != 0, old, bound)
     return result
 

@@ -42,25 +42,20 @@ def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
             f"Cannot give the states of rule '{optimizer.rule.name}' to torch.optim.",
             "Only Adam's have a counterpart.",
         )
-    defaults = kind([torch.zeros(1)]).state_dict()["param_groups"][0]
-    states: dict[int, dict[str, Any]] = {}
+    defaults = kind([torch.zeros(1)]).defaults
     groups = []
-    number = 0
-    for group in optimizer.param_groups:
-        options = dict(defaults)
-        for name in (*defaults, "initial_lr", "param_names", "swa_lr"):
-            if name in group:
-                options[name] = group[name]
-        options["params"] = []
-        for parameter in group["params"]:
-            options["params"].append(number)
-            count = optimizer.num_steps(parameter)
-            if optimizer.has_state(parameter):
-                states[number] = {"step": torch.tensor(float(count), device="cpu")}
-                for name in STATE_NAMES:
-                    states[number][name] = optimizer.stored(parameter, name)
-            number += 1
+    for group in optimizer.state_dict()["param_groups"]:
+        options = {**defaults, **group}
+        for name in ("storage", "seed", "low_bits"):
+            del options[name]
         groups.append(options)
+    states: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(optimizer.parameter_names()):
+        if optimizer.has_state(parameter):
+            count = float(optimizer.num_steps(parameter))
+            states[number] = {"step": torch.tensor(count, device="cpu")}
+            for name in STATE_NAMES:
+                states[number][name] = optimizer.stored(parameter, name)
     return {"state": states, "param_groups": groups}
 
 

@@ -66,7 +66,7 @@ def saved_states(
                 "Build the optimizer with the storage of the state, or load "
                 "ng.to_torch_state(old), beside ng.full_weights(model, old).",
             )
-        check_options(theirs, kernels.rule)
+        check_options({**theirs, "params": ours["params"]}, kernels.rule)
         for key, parameter in zip(theirs["params"], ours["params"], strict=True):
             members[key] = {**ours, **theirs}, parameter
     states = {}

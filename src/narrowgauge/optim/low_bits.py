@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.chunks import chunk_size
+from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded, local_of, place_along
 from narrowgauge.numerics.hashing import named_seed
 from narrowgauge.numerics.rounding import random_bits
@@ -49,23 +49,17 @@ def lacks_low_bits(parameter: Tensor, value: Tensor) -> bool:
 
 def random_of(owner: Tensor, seed: int, name: str) -> Tensor:
     """Return 32 random bits, int32, for each element of this rank's part of a parameter."""
-    part = local_of(owner.detach())
-    random = torch.empty(part.shape, dtype=torch.int32, device=part.device)
-    number = torch.tensor(named_seed(seed, name), dtype=torch.int32, device="cpu").to(part.device)
-    # Where the elements of a row lie in the whole tensor, and where rows begin. Modulo 2^32.
-    in_row = torch.zeros((), dtype=torch.int32, device=part.device)
+    # Where each element lies in the whole tensor, modulo 2^32.
+    index = torch.zeros(local_of(owner).shape, dtype=torch.int32, device=owner.device)
     stride = 1
-    for dim in reversed(range(1, owner.ndim)):
+    for dim in reversed(range(owner.ndim)):
         along = place_along(owner, dim) * _wrapped(stride)
-        in_row = along.view(-1, *[1] * (owner.ndim - 1 - dim)) + in_row
+        index += along.view(-1, *[1] * (owner.ndim - 1 - dim))
         stride *= owner.shape[dim]
-    if not part.ndim:
-        return random_bits(in_row, number)
-    rows = place_along(owner, 0) * _wrapped(stride)
-    at_once = max(1, chunk_size(part.device) // max(1, in_row.numel()))
-    for start, into in zip(rows.split(at_once), random.split(at_once), strict=True):
-        into.copy_(random_bits(start.view(-1, *[1] * (owner.ndim - 1)) + in_row, number))
-    return random
+    number = torch.tensor(named_seed(seed, name), dtype=torch.int32, device="cpu").to(owner.device)
+    for (part,) in flat_chunks(index):
+        part.copy_(random_bits(part, number))
+    return index
 
 
 def _wrapped(number: int) -> int:

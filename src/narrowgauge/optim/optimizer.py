@@ -25,6 +25,7 @@ from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
+from narrowgauge.optim.members import local_state_of
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
@@ -162,7 +163,6 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             validation.check_options(group, self.rule)
-            validation.check_vectors(group, self.rule)
             refuse_shared_memory(self._parameters())
             to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
@@ -328,7 +328,7 @@ class Optimizer(torch.optim.Optimizer):
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        missing = [p for p in parameters if "step" not in self.state.get(p, ())]
+        missing = [p for p in parameters if not self.has_state(p)]
         for parameter in missing:
             state = self.kernels.new_state(group, parameter)
             state.update(self.state.get(parameter, {}))  # notes of other code
@@ -345,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix
             rule may have other shapes, and are whole on every rank. Before the first step the
-            weight is the parameter itself, and there are no states.
+            weight is the parameter itself, without states.
         Raises:
             KeyError: the parameter or the name is unknown.
         """
@@ -413,6 +413,7 @@ class Optimizer(torch.optim.Optimizer):
             names = self.parameter_names()
             validation.check_seeds(self.param_groups, names)
             validation.check_members(names, self.state)
+        self.kernels.check_groups(self.param_groups)
         gradients: list[Tensor] = []
         states: list[LocalState] = []
         work = []
@@ -441,8 +442,12 @@ class Optimizer(torch.optim.Optimizer):
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        counts = [state.entry["step"] for state in states]
-        torch._foreach_add_(counts, 1)
+        counts = []
+        for state in states:
+            counts.append(state.entry["step"].fill_(state.step + 1))
+            # The next forward pass needs their memory.
+            state.gradient = None
+            state.entry = {}
         skip = None
         if norm is not None or found_inf is not None:
             skip = HostCopy(control[1])
@@ -456,29 +461,25 @@ class Optimizer(torch.optim.Optimizer):
         Make missing ones, and collect the gradients, in the parameters' formats or float32.
         """
         members = []
-        missing = []
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
             if gradient is None:
                 continue
-            if gradient.dtype not in (parameter.dtype, torch.float32):
+            dtype = gradient.dtype
+            if dtype is not parameter.dtype and dtype is not torch.float32:
                 gradient = gradient.float()
             gradients.append(gradient)
-            entry = self.state.get(parameter, {})
-            if "step" not in entry:
-                missing.append(parameter)
-            members.append((parameter, gradient, entry))
-        self.make_missing(group, missing)
+            members.append((parameter, gradient))
+        self.make_missing(group, [parameter for parameter, _ in members])
         states = []
-        for parameter, gradient, entry in members:
-            if "step" not in entry:
-                entry = self.state[parameter]
-            state = self.kernels.local_part(group, parameter, entry)
+        for parameter, gradient in members:
+            state = local_state_of(self.kernels, group, parameter, self.state[parameter])
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
                 validation.refuse_gradient(parameter, gradient)
-            # A kernel reads memory: a negative view must hold its values.
-            state.gradient = local.resolve_neg()
+            if local.is_neg():  # a kernel reads memory
+                local = local.resolve_neg()
+            state.gradient = local
             states.append(state)
         return states
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer, Params
 from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
@@ -127,11 +126,6 @@ class SGD(Optimizer):
         self, params: Params, lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        if nesterov and (momentum == 0 or dampening != 0):
-            raise RecipeError(
-                f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
-                "Try momentum above 0 and dampening = 0.",
-            )
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
@@ -170,7 +164,8 @@ class Lion(Optimizer):
 class Muon(Optimizer):
     """Muon: bring all singular values of the momentum to about 1.
 
-    Scaling or clipping all gradients changes nothing. The iteration starts in float32.
+    Scaling or clipping all gradients changes nothing. The products' operands are bfloat16, as
+    published.
 
     Args:
         params: as in :class:`AdamW`. Three dims are a stack of matrices; more are flattened to
@@ -183,7 +178,6 @@ class Muon(Optimizer):
         adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by
             ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by ``0.2 · sqrt(max(rows, cols))``:
             steps as large as AdamW's, which can share the rate.
-        ns_dtype: format of the products' operands: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for parameters of fewer than two dims.
 
     Cost: ``ns_steps · (2 s · rows · cols + s³)`` multiply-adds a step; ``s`` is the shorter side. Transient memory holds four
@@ -206,12 +200,12 @@ class Muon(Optimizer):
 
     def __init__(
         self, params: Params, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
-        nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: str | None = None, ns_dtype: str = "bfloat16",
+        nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: str | None = None,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps,
         }  # fmt: skip
         super().__init__(params, MUON, defaults, **options)
         del self.defaults["betas"]  # or OneCycleLR would cycle them, and leave the momentum

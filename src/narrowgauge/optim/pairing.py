@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Shapes, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
-from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import refuse_pair
@@ -34,6 +33,19 @@ class Kernels:
         self.rule = rule
         self.used: dict[tuple[str, Storage], Kernel] = {}
         self._by_options: dict[Any, Kernel] = {}
+        self._checked: dict[int, Group] = {}
+
+    def check_groups(self, groups: Sequence[Group]) -> None:
+        """Refuse options that the rule cannot obey. Check those that changed since the last call."""
+        for place, group in enumerate(groups):
+            checked = self._checked.setdefault(place, {})
+            for name, value in group.items():
+                if value is checked.get(name, checked):
+                    continue
+                validation.check_option(group, name, self.rule)
+                # A tensor, or a list of betas, may be written in place.
+                if not isinstance(value, (Tensor, list)) or name in ("params", "param_names"):
+                    checked[name] = value
 
     def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
         """Return the kernel that steps a parameter under a group's options."""
@@ -95,12 +107,10 @@ class Kernels:
         return LocalState(parameter, state, kernel, extras)
 
     def new_state(self, group: Group, parameter: Tensor) -> State:
-        """Return a state of zeros under a group's options, with the parameter as its master."""
+        """Return a new state under a group's options."""
         kernel = self.kernel_of(group, parameter)
         extras = extras_of(kernel.rule, parameter.shape, group)
-        state = new_state(parameter, kernel, extras)
-        begin(LocalState(parameter, state, kernel, extras))
-        return state
+        return new_state(parameter, kernel, extras)
 
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]

@@ -134,25 +134,46 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
     return STORAGES["float32" if is_wide else "float32-states8"]
 
 
+def refuse_overlap(parameter: Tensor) -> None:
+    """Refuse a parameter whose elements share memory, as those of an expanded tensor: each would be
+    stepped alone.
+    """
+    local = local_of(parameter.detach())
+    reach = 0
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements "
+                "share memory, as those of an expanded tensor.",
+                "Make the parameter from tensor.contiguous(), or expand a smaller one in forward().",
+            )
+        reach += stride * (size - 1)
+
+
 def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters without memory, and those that begin at one address: rounded ones would be
-    tied no more, and one that is passed twice would be stepped twice.
+    """Refuse parameters without memory, and those that share it: rounded ones would be tied no more,
+    and one that is passed twice would be stepped twice.
     """
     addresses = set()
     for parameter in parameters:
         local = local_of(parameter.detach())
-        if local.is_meta:
-            raise RecipeError(
-                "Cannot store a parameter on the meta device.",
-                "Give the model its memory (to_empty) and values first, and build the optimizer after.",
-            )
-        if not local.numel():
+        address = local.data_ptr()  # 0 of a tensor that holds others, as torchao's, too
+        if not local.numel() or not (address or parameter.requires_grad):
             continue
-        if local.data_ptr() in addresses:
+        if not address:
+            raise RecipeError(
+                f"Cannot store a {type(local).__name__} that has no memory of its own, as on the meta "
+                "device.",
+                "Give the model its memory (to_empty) and values first, and build the optimizer after. "
+                "Freeze codes of other libraries.",
+            )
+        if parameter.requires_grad:
+            refuse_overlap(parameter)
+        if address in addresses:
             raise RecipeError(
                 f"Cannot step a parameter of shape {tuple(parameter.shape)} because it is passed "
                 "twice, or another parameter has its memory.",
                 "Pass each once: dict.fromkeys(parameters). Tie modules by one Parameter: "
                 "output.weight = embedding.weight.",
             )
-        addresses.add(local.data_ptr())
+        addresses.add(address)

@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, width_of
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 BLOCK = 256
@@ -34,79 +34,17 @@ kernel.
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
-    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift,
-    bits)``.
-    """
-
-    name: str
-    bits: int
-    fields: tuple[tuple[str, int, int], ...]
-    dtype: torch.dtype
-
-
-@lru_cache
-def planes_of(storage: Storage) -> tuple[Plane, ...]:
-    """Return the planes of a storage, in the order of its step."""
-    planes: list[Plane] = []
-    for group in storage.packing:
-        if len(group) == 1:
-            planes.append(_lone(storage, *group[0]))
-            continue
-        # Signed codes come last. Then the topmost sign bit is where a float32 has it.
-        states = dict(storage.states)
-        ordered = sorted(
-            group, key=lambda field: field[0] in states and storage.code(field[0]).signed
-        )
-        fields = []
-        shift = 0
-        for name, bits in ordered:
-            fields.append((name, shift, bits))
-            shift += bits
-        width = width_of(group)
-        planes.append(Plane("packed", width, tuple(fields), INTEGER[width]))
-    return tuple(planes)
-
-
-def _lone(storage: Storage, name: str, bits: int) -> Plane:
-    """Return the plane of one field, with PyTorch's dtype of its bits, if there is one.
-
-    It has torch's name only as a whole float.
-    """
-    width = width_of(((name, bits),))
-    dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
-    title = name
-    for state in ("weight", *dict(storage.states)):  # a tail and a master copy have no code
-        code = storage.code(state)
-        if name not in (state, *low_parts(state, code)):
-            continue
-        if width == 16 and code.signed and not code.is_window:
-            dtype = torch.bfloat16
-        if name == state and code.parts > 1:
-            title = f"{name}_high"
-    if not dtype.is_floating_point and name != "tail":
-        title = f"{title}_bits"
-    return Plane(title, width, ((name, 0, bits),), dtype)
-
-
-# ── the layout ────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
 class Field:
     """Say where a code lies, and which bits of a float32 it drops, and how.
 
     Attributes:
         name: as in the storage's fields; empty if it is not stored.
-        code: of the weight or of a state.
+        code: of the weight, of a state, or of a part of one.
         plane: from 1; 0 if it is not stored.
         shift: its lowest bit in a word of the plane.
         bits: of the field.
-        drop: the mantissa bits of a float32 that it drops.
-        share: the random bits that drop them: the first one, after the word was turned up by so
+        share: the random bits that drop bits: the first one, after the word was turned up by so
             many bits. ``None`` rounds to nearest.
-        last: the largest magnitude as bits of a float32. Larger values of a window stop there.
-        exponent: the offset between the exponents of the code and of a float32.
     """
 
     name: str = ""
@@ -114,10 +52,96 @@ class Field:
     plane: int = 0
     shift: int = 0
     bits: int = 32
-    drop: int = 0
     share: tuple[int, int] | None = None
-    last: int = 0x7FFFFFFF
-    exponent: int = 0
+
+    @property
+    def drop(self) -> int:
+        """Return how many mantissa bits of a float32 it drops."""
+        return dropped_bits(self.code)
+
+    @property
+    def last(self) -> int:
+        """Return the largest magnitude as bits of a float32. Larger values of a window stop there."""
+        return ((1 << self.code.magnitude_bits) - 1) << self.drop
+
+    @property
+    def exponent(self) -> int:
+        """Return the offset between the exponents of the code and of a float32."""
+        return self.code.lowest + 126
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Describe one state tensor: its name, its dtype and the fields of each element."""
+
+    name: str
+    dtype: torch.dtype
+    fields: tuple[Field, ...]
+
+
+@lru_cache
+def planes_of(storage: Storage) -> tuple[Plane, ...]:
+    """Return the planes of a storage, in the order of its step."""
+    planes: list[Plane] = []
+    states = dict(storage.states)
+    shares = _shares(storage)
+    for number, group in enumerate(storage.packing, 1):
+        # Signed codes come last. Then the topmost sign bit is where a float32 has it.
+        ordered = sorted(group, key=lambda x: x[0] in states and storage.code(x[0]).signed)
+        fields = []
+        shift = 0
+        for name, bits in ordered:
+            role = _role_of(storage, name)
+            code = storage.code(role).part(int(name == f"{role}_low"))
+            fields.append(Field(name, code, number, shift, bits, shares.get(role)))
+            shift += bits
+        title, dtype = "packed", INTEGER[width_of(group)]
+        if len(group) == 1:
+            title, dtype = _lone(fields[0])
+        planes.append(Plane(title, dtype, tuple(fields)))
+    return tuple(planes)
+
+
+def _lone(field: Field) -> tuple[str, torch.dtype]:
+    """Return the name of a plane of one field, and PyTorch's dtype of its bits, if there is one.
+
+    It has torch's name only as a whole float.
+    """
+    width = width_of(((field.name, field.bits),))
+    dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
+    title = field.name
+    if title in ("tail", "master"):  # which have no code
+        return title, dtype
+    if width == 16 and field.code.signed and not field.code.is_window:
+        dtype = torch.bfloat16
+    if field.code.parts > 1 and not title.endswith("_low"):
+        title = f"{title}_high"
+    if not dtype.is_floating_point:
+        title = f"{title}_bits"
+    return title, dtype
+
+
+def _role_of(storage: Storage, field: str) -> str:
+    """Return which of :func:`roles` a field belongs to."""
+    return "weight" if field in storage.beside else field.removesuffix("_low")
+
+
+def roles(storage: Storage) -> tuple[str, ...]:
+    """Return what has a code: the weight and each state."""
+    return ("weight", *dict(storage.states))
+
+
+# ── the layout ────────────────────────────────────────────────────────────────────────────────────
+
+
+@lru_cache
+def fields_of(storage: Storage) -> dict[str, Field]:
+    """Return the fields of a storage by name. ``"weight"`` is what lies beside the visible weight."""
+    fields = {"weight": Field(code=storage.weight, share=_shares(storage).get("weight"))}
+    for plane in planes_of(storage):
+        for field in plane.fields:
+            fields["weight" if field.name in storage.beside else field.name] = field
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +165,8 @@ class Layout:
 def layout_of(storage: Storage) -> Layout:
     """Return the layout of a storage whose rule has two states at most, of one part each."""
     size = VISIBLE[storage.visible][0]
-    places = {"": (0, 0, 0)}
-    sizes = [size // 8]
-    for number, plane in enumerate(planes_of(storage), 1):
-        sizes.append(plane.bits // 8)
-        for name, shift, bits in plane.fields:
-            places[name] = number, shift, bits
-    random = shares(storage)
-    fields = []
-    for state in ("weight", *dict(storage.states)):
-        code = storage.code(state)
-        name = state
-        if state == "weight":
-            name = (*storage.beside, "")[0]
-        drop = dropped_bits(code)
-        last = ((1 << code.magnitude_bits) - 1) << drop
-        share = random.get(state)
-        fields.append(Field(name, code, *places[name], drop, share, last, code.lowest + 126))
+    sizes = [size // 8] + [plane.dtype.itemsize for plane in planes_of(storage)]
+    fields = [fields_of(storage)[name] for name in roles(storage)]
     fields += [Field()] * (3 - len(fields))
     return Layout(tuple(sizes), 32 - size, tuple(fields), len(storage.scaled))
 
@@ -167,15 +176,14 @@ def dropped_bits(code: Code) -> int:
     return max(0, 23 - code.mantissa_bits)
 
 
-@lru_cache
-def shares(storage: Storage) -> dict[str, tuple[int, int]]:
+def _shares(storage: Storage) -> dict[str, tuple[int, int]]:
     """Return the random bits of each stochastic code: its first one, after the word was turned up
     by so many bits.
 
     The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
     """
     drops = {}
-    for name in ("weight", *dict(storage.states)):
+    for name in roles(storage):
         if storage.code(name).rounding == "stochastic":
             drops[name] = dropped_bits(storage.code(name))
     result = {}

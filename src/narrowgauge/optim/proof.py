@@ -16,7 +16,6 @@ from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState, new_state
 from narrowgauge.optim.table import Table
-from narrowgauge.optim.values import begin
 from narrowgauge.optim.walk import integers_of
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proof, triton
@@ -53,8 +52,8 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
             actual.change = to_device(expected.change, device)
         run(expected, numbers)
         pairs.append((actual, expected))
-    batch = {actual: numbers for actual, _ in pairs}
-    Table(rule, storage, device).step(batch, to_device(control, device))
+    states = [actual for actual, _ in pairs]
+    Table(rule, storage, device).step({numbers: states}, to_device(control, device))
     for ours, theirs in pairs:
         # What a step stores. A stored NaN has one pattern of bits.
         stored = zip(
@@ -71,7 +70,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
 def _drawn(
     kernel: Kernel, shape: tuple[int, int], edges: int, device: torch.device | str
 ) -> LocalState:
-    """Draw a weight, its state and its gradient, of which the last rows have edge values: then the
+    """Draw a weight, its state and its gradient. The last rows have edge values: then the
     gradient of a narrow case is float32.
     """
     dtype = getattr(torch, kernel.storage.visible)
@@ -80,7 +79,6 @@ def _drawn(
         weight[-1, :2] = torch.tensor([math.inf, -math.inf])
     weight = weight.to(device)
     state = LocalState(weight, new_state(weight, kernel, {}), kernel, {})
-    begin(state)
     for name, tensor in state.tensors.items():
         form = tensor.shape[0], tensor.shape[1]
         value = _values(tensor.dtype, form, edges, 3, finite=name.endswith("_bound"))
@@ -99,7 +97,7 @@ def _drawn(
 def _values(
     dtype: torch.dtype, shape: Sequence[int], edges: int, seed: int, *, finite: bool
 ) -> Tensor:
-    """Draw values, of which the last rows have edge values."""
+    """Draw values. The last rows have edge values."""
     values = proof.draw(dtype, shape, edges=False, seed=seed)
     last = proof.draw(dtype, (edges, shape[1]), edges=True, seed=seed, finite=finite)
     values[shape[0] - edges :] = last

@@ -23,7 +23,7 @@ from narrowgauge.optim.walk import word_of
 
 ELEMENTS = 256
 """Elements of a tensor."""
-MOST_ELEMENTS = 1 << 15
+MOST_ELEMENTS = 1 << 14
 """Elements of all samples that step alike. A sample of many tensors has less of each, but 64: the
 definition takes 0.3 µs for an element.
 """
@@ -37,13 +37,13 @@ def sample_of(numel: int, most: int, turn: int = 0) -> range:
     """Return the places in memory of ``most`` elements of a tensor, evenly spaced, others in each
     turn.
 
-    The spacing is odd, so that the places are not all in one column of a matrix.
+    The stride is odd, so that the places are not all in one column of a matrix.
     """
     count = min(most, numel)
-    spacing = (numel // count - 1) | 1
-    room = numel - (count - 1) * spacing
-    first = (room // 2 + turn * ELEMENTS) % room
-    return range(first, first + count * spacing, spacing)
+    stride = (numel // count - 1) | 1
+    num_starts = numel - (count - 1) * stride
+    first = (num_starts // 2 + turn * ELEMENTS) % num_starts
+    return range(first, first + count * stride, stride)
 
 
 class Sample:
@@ -52,6 +52,8 @@ class Sample:
     Attributes:
         owners, storage: the parameters, and where they are stored.
         places: of each state's elements in memory.
+        step: the steps that the states have taken.
+        versions: of the states then.
         moments: those of the rule that were never cut, flat. A matrix rule has none.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
@@ -67,7 +69,16 @@ class Sample:
         self.lane: Lane | None = None
         self.change: Any = None
         self.moments: list[Tensor] = []
-        self.end(states, states[0].step)
+        self.step = states[0].step
+        self.versions = versions_of(states)
+        self._blocks: list[Tensor] = []
+        if kernel.scaled:
+            for state, places in zip(states, self.places, strict=True):
+                place = torch.arange(
+                    places.start, places.stop, places.step, device=state.parameter.device
+                )
+                row, column = place // state.form[1], place % state.form[1]
+                self._blocks.append(row * -(-state.form[1] // BLOCK) + column // BLOCK)
         if isinstance(kernel.rule, Rule):
             lane = self._stored(states, torch.zeros(()))
             self.moments = [codes.read_state(kernel.storage, lane, x) for x in kernel.rule.states]
@@ -75,34 +86,32 @@ class Sample:
     def fits(self, states: States) -> bool:
         """Return whether the moments are those of these states now."""
         step = states[0].step
-        return step % TURN != 0 and self._stamp == (step, _versions(states))
-
-    def end(self, states: States, step: int) -> None:
-        """Say that the states have taken so many steps."""
-        self._stamp = step, _versions(states)
+        if step != self.step or step % TURN == 0:
+            return False
+        return self.versions == versions_of(states)
 
     def _read(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the elements of tensors in the shapes of the parameters."""
         parts = []
         for tensor, x in zip(tensors, self.places, strict=True):
-            parts.append(tensor.reshape(-1)[x.start : x.stop : x.step])
+            dense = tensor.contiguous()
+            first = dense.storage_offset() + x.start
+            parts.append(dense.as_strided((len(x),), (x.step,), first))
         return torch.cat(parts)
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
         """Return what is stored now, with the scales of its blocks."""
         kernel = states[0].kernel
-        weight = self._read([state.parameter.detach() for state in states])
+        weight = self._read([state.parameter for state in states])
         weight = weight.to(getattr(torch, kernel.storage.visible))
         words = []
         for plane in kernel.planes:
             words.append(word_of(self._read([state.planes[plane.name] for state in states])))
         scales = {}
         for name in kernel.scaled:
-            bounds = []
-            for state, x in zip(states, self.places, strict=True):
-                places = torch.arange(x.start, x.stop, x.step, device=weight.device)
-                row, column = places // state.form[1], places % state.form[1]
-                bounds.append(state.bounds[name][row, column // BLOCK])
+            bounds = [
+                state.bounds[name].take(x) for state, x in zip(states, self._blocks, strict=True)
+            ]
             scales[name] = codes.multipliers(torch.cat(bounds))
         return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
@@ -156,11 +165,14 @@ class Sample:
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
-        parts = torch.stack(terms, 1).split([len(places) for places in self.places])
-        return torch.stack([part.sum(0) for part in parts])
+        counts = [len(places) for places in self.places]
+        sums = [part.sum(1) for part in torch.stack(terms).split(counts, 1)]
+        return torch.stack(sums)
 
 
-def _versions(states: States) -> tuple[list[int], list[int]]:
+def versions_of(states: States) -> list[int]:
     """Return what changes when anything but a kernel writes the states, or others take their place."""
-    owners = [id(state.owner) for state in states]
-    return owners, [plane._version for state in states for plane in state.planes.values()]
+    versions = [id(state.owner) for state in states]
+    for state in states:
+        versions += [plane._version for plane in state.planes.values()]
+    return versions

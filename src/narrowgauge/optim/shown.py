@@ -14,6 +14,15 @@ RULES = {
     rule.name: rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)
 }
 
+DEFINITION = re.compile(
+    r"^(?://.*\n)*(?:template .*\n|template .*> )?(?:struct|INLINE [\w:]+) (\w+)"
+    r"(?:.*[;}]|.*\n(?:(?:[ #].*)?\n)*}.*)$",
+    re.MULTILINE,
+)
+"""A definition at the outermost level of ``step.h``, of one line or up to a line that begins with a
+brace, with its comments.
+"""
+
 
 def step_text(storage: str, rule: str = "adamw") -> str:
     """Return the struct of a storage, and the definitions that it names.
@@ -36,20 +45,5 @@ def step_text(storage: str, rule: str = "adamw") -> str:
     names = set(re.findall(r"\w+", struct))
     if rule in ("adamw", "adam"):
         names |= {"AdamScalars", "begin_adam", "end_adam"}
-    return "\n".join([*_definitions(names), struct])
-
-
-def _definitions(names: set[str]) -> list[str]:
-    """Return the definitions of names at the outermost level of ``step.h``, with their comments."""
-    chosen = []
-    block: list[str] = []
-    for line in step_cpp.STEP_H.read_text().split("\n"):
-        block.append(line)
-        is_inside = line.startswith((" ", "//", "template", "#"))
-        if line.startswith("}") or (not is_inside and line.endswith(("}", ";"))):
-            text = "\n".join(block)
-            head = re.search(r"^(?:template .*)?(?:struct|INLINE [\w:]+) (\w+)", text, re.M)
-            if head is not None and head[1] in names:
-                chosen.append(text.strip("\n"))
-            block = []
-    return chosen
+    shown = [x[0] for x in DEFINITION.finditer(step_cpp.STEP_H.read_text()) if x[1] in names]
+    return "\n".join([*shown, struct])

@@ -3,8 +3,8 @@
 A tensor has the shape and strides of its parameter, and is a DTensor if the parameter is one. It
 has torch's name only if it is the whole state as a float: ``exp_avg`` in float32 or bfloat16. Codes
 have names of their own (``packed``, ``exp_avg_bits``); :mod:`narrowgauge.optim.values` reads and
-writes them. A step reads the dict through a :class:`LocalState`, which lives as long as the step:
-what a script changes, moves or removes between two steps is seen by the next one.
+writes them. A step reads the dict through a :class:`LocalState`: what a script changes, moves or
+removes between two steps is seen by the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, part_of_row, placed_like
 from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.parameter_formats import refuse_overlap
 from narrowgauge.optim.planes import BLOCK, as_rows, bounds_shape, row_dims
 from narrowgauge.optim.rules.matrix import Shapes
 from narrowgauge.spec.formats import dtype_name
@@ -25,7 +26,15 @@ from narrowgauge.spec.storages import WINDOW
 
 
 class State(dict[str, Any]):
-    """Hold the tensors of one parameter by name. A packed state has another name than torch's."""
+    """Hold the tensors of one parameter by name. A packed state has another name than torch's.
+
+    ``kept`` is what the last step made of it on a CPU, and from what. No copy has it.
+    """
+
+    kept: Any = (None, None)
+
+    def __getstate__(self) -> None:
+        return None
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(
@@ -63,7 +72,7 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Shapes) -> list[Spec]:
 
 
 def new_state(parameter: Tensor, kernel: Kernel, extras: Shapes) -> State:
-    """Return zeroed tensors for a parameter. Zero encodes 0; a master is not set yet."""
+    """Return a parameter's state: its values as their master, and zeros. Zero encodes 0."""
     local = local_of(parameter.detach())
     storage = kernel.storage
     dims = row_dims(parameter.shape)
@@ -76,16 +85,17 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Shapes) -> State:
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
     if any(storage.code(name).lowest in (WINDOW, 2 * WINDOW) for name, _ in storage.states):
         state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
-    for spec in specs_of(parameter, kernel, extras):
-        if spec.kind == "planes":
-            zeros = torch.zeros_like(local, dtype=spec.dtype)
-            state[spec.name] = placed_like(parameter, zeros)
-            continue
-        zeros = local.new_zeros(spec.shape, dtype=spec.dtype)
-        state[spec.name] = zeros
-        if spec.kind == "bounds":
-            form = bounds_shape(parameter.shape, dims)
-            state[spec.name] = placed_like(parameter, zeros, shape=form)
+    forms = {"planes": parameter.shape, "bounds": bounds_shape(parameter.shape, dims)}
+    for kind, field, name, dtype, shape in specs_of(parameter, kernel, extras):
+        if kind == "planes":
+            tensor = torch.zeros_like(local, dtype=dtype)
+        else:
+            tensor = local.new_zeros(shape, dtype=dtype)
+        if field == "master":
+            tensor.copy_(local)
+        if kind in forms:
+            tensor = placed_like(parameter, tensor, forms[kind])
+        state[name] = tensor
     return state
 
 
@@ -134,6 +144,8 @@ class LocalState:
         self.kernel = kernel
         self.storage = kernel.storage
         self.parameter = local_of(owner)
+        if not self.parameter.is_contiguous():
+            refuse_overlap(owner)
         self.step = int(entry["step"])
         self.gradient: Any = None
         self.change: Any = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,11 +28,8 @@ from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.step_cpp import has_kernel
-from narrowgauge.optim.table import Table
+from narrowgauge.optim.table import Batch, Table
 from narrowgauge.torch_support.proof import TORCH, language_on
-
-Batch = Mapping[LocalState, Numbers]
-"""States with the numbers of their step."""
 
 
 class Step:
@@ -59,22 +57,22 @@ class Step:
         """Step the states of param groups."""
         if self.control.is_cpu and self.control[1]:
             return  # skipped
-        elementwise: dict[LocalState, Numbers] = {}
+        batches: dict[Kernel, dict[Numbers, list[LocalState]]] = defaultdict(dict)
         for group, states in work:
-            alike: dict[tuple[Kernel, int], Numbers] = {}
+            alike: dict[tuple[Kernel, int], list[LocalState]] = defaultdict(list)
             for state in states:
-                count = state.step + 1
-                kernel = state.kernel
-                if (kernel, count) not in alike:
-                    scalars = kernel.rule.prepare(group, count)
-                    seed = step_seed(group["seed"], count)
-                    alike[kernel, count] = Numbers(kernel, self.control, scalars, seed)
-                numbers = alike[kernel, count]
+                alike[state.kernel, state.step + 1].append(state)
+            for (kernel, count), members in alike.items():
+                scalars = kernel.rule.prepare(group, count)
+                numbers = Numbers(kernel, self.control, scalars, step_seed(group["seed"], count))
                 if not kernel.is_matrix:
-                    elementwise[state] = numbers
-                elif state.owner.numel():
-                    self._step_matrix(state, numbers, group)
-        self._write(elementwise)
+                    batches[kernel][numbers] = members
+                    continue
+                for state in members:
+                    if state.owner.numel():
+                        self._step_matrix(state, numbers, group)
+        for kernel, batch in batches.items():
+            self._write(kernel, batch)
 
     def _step_matrix(self, state: LocalState, numbers: Numbers, options: Mapping[str, Any]) -> None:
         """Step one parameter by a matrix rule."""
@@ -90,35 +88,26 @@ class Step:
                 _direct(state, part, (place,), options, numbers)
         state.change = own_part(owner, matrix.view(owner.shape))
         del matrix
-        self._write({state: numbers})
+        self._write(state.kernel, {numbers: [state]})
         state.change = None
 
-    def _write(self, batch: Batch) -> None:
-        """Step elementwise rules, or write the changes of matrices."""
+    def _write(self, kernel: Kernel, batch: Batch) -> None:
+        """Step an elementwise rule, or write the changes of matrices: by one launch, or by the
+        definition.
+        """
         if self.audit_every:
             self.auditor.before(batch, self.audit_every)
-        for state in self._launch(batch):
-            if state.kernel.how_it_ran == TORCH:
-                definition.run_compiled(state, batch[state])
-            else:
-                definition.run(state, batch[state])
-        self.auditor.after()
-
-    def _launch(self, batch: Batch) -> list[LocalState]:
-        """Step by one launch for each kernel. Return the states that no launch steps."""
-        members: dict[Kernel, dict[LocalState, Numbers]] = defaultdict(dict)
-        for state, numbers in batch.items():
-            members[state.kernel][state] = numbers
-        refused: list[LocalState] = []
-        for kernel, alike in members.items():
-            reason = self._choose(kernel, list(alike))
-            if reason or kernel.how_it_ran == TORCH:
-                refused += alike
-                continue
+        reason = self._choose(kernel, list(chain.from_iterable(batch.values())))
+        if not reason and kernel.how_it_ran != TORCH:
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
-            self.tables[kernel].step(alike, self.control)
-        return refused
+            self.tables[kernel].step(batch, self.control)
+        else:
+            run = definition.run if reason else definition.run_compiled
+            for numbers, states in batch.items():
+                for state in states:
+                    run(state, numbers)
+        self.auditor.after()
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""

@@ -243,12 +243,10 @@ def load_gradient(tile, format):
     if format == 2:
         x = float_of(load(tile, 1, 4))
     else:
-        bits = load(tile, 1, 2) << 16
-        x = float_of(bits)
+        bits = load(tile, 1, 2)
+        x = float_of(bits << 16)
         if format == 1:
-            bits = ((bits & MAGNITUDE) >> 3) | (bits & SIGN)
-            x = float_of(bits) * 2.0**112
-            x = tl.where(tl.abs(x) >= 65536.0, float_of(bits | 0x7F800000), x)
+            x = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return x
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,9 @@ FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 BLOCKS_ON_GPU = 4
 """Blocks of a program there."""
 TRITON_MODULE = "narrowgauge.optim.step_triton"
+
+Batch = Mapping[Numbers, Sequence[LocalState]]
+"""The numbers of a step, and the states that it steps with them."""
 
 
 def kernels_of(device: torch.device) -> Any:
@@ -163,29 +167,30 @@ class Table:
         self.programs = Programs(device, self.row.addresses, self.row.scalars + 1)
         self.module = kernels_of(device)
 
-    def step(self, batch: Mapping[LocalState, Numbers], control: Tensor) -> None:
+    def step(self, batch: Batch, control: Tensor) -> None:
         """Step states in place, which have their gradients.
 
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
         """
         programs = self.programs
-        states = list(batch)
-        places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
-        forms = []
-        for state in states:
-            forms.append(state.form if state.bounds else (1, state.parameter.numel()))
-        programs.lay_out(forms, len(places))
+        states = list(chain.from_iterable(batch.values()))
+        if self.storage.scaled:
+            forms = [state.form for state in states]
+        else:
+            forms = [(1, state.parameter.numel()) for state in states]
+        programs.lay_out(forms, len(batch))
         rows = programs.rows
         copies = []
         for column, tensors in enumerate(self._streams(states)):
-            for place, tensor in enumerate(tensors):
-                if not tensor.is_contiguous():
+            for place, is_dense in enumerate([tensor.is_contiguous() for tensor in tensors]):
+                if not is_dense:
+                    tensor = tensors[place]
                     tensors[place] = tensor.contiguous()
                     copies.append((column, tensor, tensors[place]))
             rows["addresses"][:, column] = [tensor.data_ptr() for tensor in tensors]
         rows["format"] = [FORMATS[state.gradient.dtype] for state in states]
-        rows["number"] = [places[numbers] for numbers in batch.values()]
-        for row, numbers in zip(programs.numbers, places, strict=True):
+        rows["number"] = np.repeat(np.arange(len(batch)), [len(x) for x in batch.values()])
+        for row, numbers in zip(programs.numbers, batch, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
         scalars = programs.send(self.row.layout.num_scaled)
@@ -196,7 +201,7 @@ class Table:
             programs.call(self.module.step, scalars, control, row=self.row)
         for column, tensor, memory in copies:
             if column != 1:  # a gradient is read
-                tensor.copy_(memory)
+                tensor.data.copy_(memory)  # which raises no version
         # Autograd notices a weight that was written between forward and backward pass.
         torch.autograd.graph.increment_version([state.parameter for state in states])
 

@@ -1,6 +1,7 @@
 """Checks of the optimizer: options out of range, parameters and gradients in the wrong format.
 
-The options of a rule are checked when a param group is added or loaded.
+The options of a rule are checked when a param group is added or loaded, and at the step after a
+script has set them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,36 +31,75 @@ from narrowgauge.torch_support.torch_names import default_store, is_captured
 
 
 def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
-    """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey.
+    """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey."""
+    for name in group:
+        check_option(group, name, rule)
 
-    A negative ``lr`` passes: a schedule may end slightly below 0.
+
+def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
+    """Refuse an option of a group, as :func:`check_options`.
+
+    A negative ``lr`` passes: a schedule may end slightly below 0. A user's rule checks its own
+    options. A group may hold other notes, such as ``initial_lr``.
     """
-    for name in ("amsgrad", "maximize", "max_grad_norm"):
-        if group.get(name):
-            raise RecipeError(
-                f"Cannot set {name} = {group[name]} in a param group.",
-                "Leave it out: max_grad_norm= is the optimizer's, for all groups. With "
-                "ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
-            )
-    require_choice("low_bits", group.get("low_bits", "random"), LOW_BITS)
-    rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
-    require_choice("rule", group.get("rule", rule.name), rules)
+    value = group[name]
     row = UPDATE_RULES.get(rule.name)
-    if row is None:  # a user's rule checks its own options
-        return
-    for name in row.option_names:
-        if name == "lr":
-            require_number("lr", group.get("lr", 0.0), -math.inf, is_open=True)
-        elif name in group:
-            row.check(name, group[name])
+    if name == "lr":
+        require_number(name, value, -math.inf, is_open=True)
+    elif name == "seed":
+        require_number(name, value, -math.inf, is_whole=True)
+    elif name == "storage":
+        known_row(value)
+    elif name == "low_bits":
+        require_choice(name, value, LOW_BITS)
+    elif name == "rule":
+        rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
+        require_choice(name, value, rules)
+        _check_vectors(group, rule)
+    elif name in ("amsgrad", "maximize", "max_grad_norm") and value:
+        raise RecipeError(
+            f"Cannot set {name} = {value} in a param group.",
+            "Leave it out: max_grad_norm= is the optimizer's, for all groups. With "
+            "ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
+        )
+    elif row is not None and name in row.option_names:
+        row.check(name, value)
+        if name == "adjust_lr_fn":
+            _check_vectors(group, rule)
+        elif rule.name == "sgd":
+            _check_nesterov(group)
+    elif row is not None and value is not None and value is not False:
+        _refuse_unknown(name, rule.name)
 
 
-def check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
+@lru_cache
+def _refuse_unknown(name: str, rule: str) -> None:
+    """Refuse the name of another rule's option, and one that differs from an option by a letter."""
+    names = UPDATE_RULES[rule].option_names
+    near = suggestion(name, names, 0.89)  # no_weight_decay is a note
+    if near or any(name in row.option_names for row in UPDATE_RULES.values()):
+        raise RecipeError(
+            f"Cannot set {name} in a param group because rule '{rule}' has no such option.",
+            near or f"It has {', '.join(names)}.",
+        )
+
+
+def _check_nesterov(group: Mapping[str, Any]) -> None:
+    momentum = group.get("momentum")
+    dampening = group.get("dampening")
+    if group.get("nesterov") and (momentum == 0 or dampening != 0):
+        raise RecipeError(
+            f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
+            "Try momentum above 0 and dampening = 0.",
+        )
+
+
+def _check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse vectors that AdamW would step at a rate of Muon's, tens of times too large."""
     has_one_rate = group.get("adjust_lr_fn") == "match_rms_adamw"
     if rule.name != "muon" or group.get("rule") == ADAMW.name or has_one_rate:
         return
-    for parameter in group["params"]:
+    for parameter in group.get("params", ()):
         if parameter.requires_grad and parameter.ndim < 2:
             raise RecipeError(
                 f"Cannot step a parameter of shape {tuple(parameter.shape)} by Muon because it is "

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import cells, codes
 from narrowgauge.optim.planes import block_peaks
-from narrowgauge.optim.walk import spans
+from narrowgauge.optim.walk import integers_of, spans
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import LocalState
-
-
-def begin(state: LocalState) -> None:
-    """Set the master from the parameter. Allocate memory first."""
-    if state.storage.master:
-        for span in spans(state):
-            lane = span.lane()
-            value = codes.visible_value(state.storage.visible, lane.visible)
-            span.store(codes.write_weight(state.storage, lane, value, None)[1])
 
 
 def stored(state: LocalState, name: str) -> Tensor:
@@ -53,19 +43,11 @@ def store_weight(state: LocalState, values: Tensor) -> None:
     The parameter becomes its visible part.
     """
     storage = state.storage
-    weights = values.detach().to(codes.value_dtype(storage))
-    seen = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
-    for span in spans(state, weights, seen):
-        weight, into = span.arguments
-        weight = cells.into_cell(storage, weight)
-        bits, fields = codes.write_weight(storage, span.lane(), weight, None)
-        into.copy_(codes.visible_value(storage.visible, bits))
+    for span in spans(state, values.detach(), writes=True):
+        value = span.arguments[0].to(codes.value_dtype(storage))
+        bits, fields = codes.write_weight(storage, cells.into_cell(storage, value), None)
+        integers_of(span.weight).copy_(codes.weight_word(storage.visible, bits))
         span.store(fields)
-    visible = narrowed(seen, getattr(torch, storage.visible))
-    if state.parameter.dtype is visible.dtype:
-        state.parameter.data.copy_(visible)  # in place, since this memory may have views
-    else:
-        state.parameter.data = visible
 
 
 def store_low_bits(state: LocalState, random: Tensor) -> None:

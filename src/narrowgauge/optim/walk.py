@@ -75,11 +75,11 @@ class Span:
             values = self.planes[plane.name]
             kept_bits = 0
             new = []
-            for name, shift, bits in plane.fields:
-                if name in fields:
-                    new.append(fields[name])
+            for field in plane.fields:
+                if field.name in fields:
+                    new.append(fields[field.name])
                 else:
-                    kept_bits |= ((1 << bits) - 1) << shift
+                    kept_bits |= ((1 << field.bits) - 1) << field.shift
             if not new:
                 continue
             if kept_bits:

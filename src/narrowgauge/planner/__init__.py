@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a training run: operations over a share of the chip's peak, and
+"""Estimate the memory and time of a training run: operations over a fraction of the chip's peak, and
 bytes by parts. Nothing is trained.
 
 An ``ask`` is an architecture (``shapes``), a recipe, a ``layout``, a ``machine`` and a ``program``.
@@ -6,5 +6,5 @@ An ``ask`` is an architecture (``shapes``), a recipe, a ``layout``, a ``machine`
 intervals of published runs. ``search`` tries layouts. ``plan`` answers a question, and says what
 would fit instead; ``words`` prints it. ``next`` plans a run from one that was measured. ``scaling``
 goes the other way, from measured times to the part that more chips divide. ``trace`` divides a
-measured step. ``module`` counts a user's own module. Only it and a ``config.json`` need PyTorch.
+measured step. Only a ``config.json``, or a model of transformers, needs PyTorch.
 """

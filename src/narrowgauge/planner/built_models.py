@@ -1,5 +1,5 @@
-"""Read model shapes from a ``config.json``: transformers builds the model on the meta device,
-without memory or guesses.
+"""Read model shapes from a model of transformers, or from its ``config.json``: then it is built on
+the meta device, without memory or guesses.
 """
 
 from __future__ import annotations
@@ -22,33 +22,39 @@ _NO_MATRIX = re.compile(r"norm|bias|conv|A_log")
 _ATTENTION = re.compile(r"(attn|attention|mixer|mamba|temporal).*\.")
 
 
-def of_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """Return the architecture of a Hugging Face configuration; ``name`` is for messages.
+def of_config(config: Any, name: str) -> Architecture:
+    """Return the architecture of a Hugging Face configuration, or of a model that was built from
+    one; ``name`` is for messages.
 
     Raises:
-        DataError: transformers cannot build a causal language model from it.
+        DataError: it is not a causal language model of transformers.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    keys = dict(config)
-    kind = keys.pop("model_type", None)
     try:
-        built = AutoConfig.for_model(kind, **keys)
-        auto: Any = AutoModelForCausalLM
-        if type(built) not in auto._model_mapping:
-            auto = AutoModelForImageTextToText
-        with torch.device("meta"):
-            model = auto.from_config(built, trust_remote_code=False)
-        return _architecture(model, built.get_text_config(), name)
+        model = _built(config) if isinstance(config, Mapping) else config
+        return _architecture(model, model.config.get_text_config(), name)
     except NarrowgaugeError:
         raise
     except Exception as error:  # classes raise all kinds of errors, also for attributes by layer
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(
-            f"Cannot plan {name} (model_type {kind!r}): {reason}.",
-            "Count its state: narrowgauge show storages --params.",
+            f"Cannot plan {name}: {reason}.",
+            "Plan a model of transformers, name its sizes to narrowgauge.planner.model.decoder, or "
+            "count its state: narrowgauge show storages --params.",
         ) from error
+
+
+def _built(config: Mapping[str, Any]) -> Any:
+    """Return the causal language model of a configuration on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    keys = dict(config)
+    built = AutoConfig.for_model(keys.pop("model_type", None), **keys)
+    auto: Any = AutoModelForCausalLM
+    if type(built) not in auto._model_mapping:
+        auto = AutoModelForImageTextToText
+    with torch.device("meta"):
+        return auto.from_config(built, trust_remote_code=False)
 
 
 def _size(config: Any, *names: str, default: int = 0) -> int:
@@ -64,7 +70,7 @@ def _total(module: Any) -> int:
 
 
 def _architecture(model: Any, config: Any, name: str) -> Architecture:
-    """Return the architecture of a model on the meta device, from its modules and parameters."""
+    """Return the architecture of a model, from its modules and parameters."""
     hidden = _size(config, "hidden_size", "n_embd")
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
     kinds = tuple(_kinds(model, config, hidden))

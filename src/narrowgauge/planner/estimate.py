@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from narrowgauge.planner.ask import Ask
-from narrowgauge.planner.memory import Groups, host_bytes, memory_of, outside_bytes
+from narrowgauge.planner.memory import host_bytes, memory_of, outside_bytes
 from narrowgauge.planner.step_time import step_of
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
@@ -35,24 +35,13 @@ _ROW = ("fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_len
 class Estimate(Ask):
     """Compute the memory and the time of an ask."""
 
-    @cached_property
-    def memory(self) -> Groups:
-        """Return the bytes of the worst rank at its worst moment, by group."""
-        return memory_of(self)
-
-    @cached_property
-    def step(self) -> Groups:
-        """Return the seconds of an optimizer step, by group."""
-        return step_of(self)
+    memory = cached_property(memory_of)
+    step = cached_property(step_of)
+    host_bytes = cached_property(host_bytes)
 
     @cached_property
     def step_seconds(self) -> float:
         return sum(self.step.values())
-
-    @cached_property
-    def host_bytes(self) -> float:
-        """Return the bytes that a node's host holds for its chips."""
-        return host_bytes(self)
 
     @cached_property
     def peak_bytes(self) -> float:

@@ -177,8 +177,8 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     Fields override names.
     """
     named = ""
-    if isinstance(layout, str):
-        named, layout = read_fields(layout, "layout", NAMED_LAYOUTS)
+    if not isinstance(layout, Mapping):
+        named, layout = read_fields(str(layout), "layout", NAMED_LAYOUTS)
     refuse_unknown(layout, Layout.__slots__, "a layout", RecipeError)
     values = {**NAMED_LAYOUTS.get(named, {}), **layout}
     Layout(**values)

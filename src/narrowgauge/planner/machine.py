@@ -95,7 +95,7 @@ def cluster_of(
     Raises:
         NarrowgaugeError: an unknown chip, or a number that is none of at least 1.
     """
-    kind = get_chip(chip) if isinstance(chip, str) else chip
+    kind = chip if isinstance(chip, Chip) else get_chip(str(chip))
     require_number("chips", chips, 1, is_whole=True)
     if chips_per_node is None:
         # Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12 in nodes of 8 twice 6, 73

@@ -96,7 +96,7 @@ def _preset(name: str) -> dict[str, Any]:
     if name not in MODELS:
         row = {**_PRESETS["models"].get(name, {})}
         family = _PRESETS["families"].get(row.pop("like", ""), {})
-        return {key: value for key, value in {**family, **row}.items() if key != "source"}
+        return {**family, **row}
     model = MODELS[name]
     row = {size: getattr(model, size) for size in _SIZES}
     if model.family == "gpt2":
@@ -104,16 +104,18 @@ def _preset(name: str) -> dict[str, Any]:
     return row
 
 
-def read_model(text: str) -> Architecture:
+def read_model(model: Any) -> Architecture:
     """Return the architecture of a preset (``narrowgauge show models``), a Hugging Face model
-    folder or a ``config.json``.
+    folder, a ``config.json``, or a model that transformers built.
 
     Example:
         >>> read_model("mixtral-8x7b").num_parameters
         46702792704
     """
+    if not isinstance(model, str | Path):
+        return of_config(model, type(model).__name__)
+    text = str(model)
     key = text.strip().lower()
-    key = _PRESETS["aliases"].get(key, key)
     row = _preset(key)
     if row:
         return decoder(key, **row)
@@ -126,7 +128,7 @@ def read_model(text: str) -> Architecture:
         raise RecipeError(f"no model and no config.json is named {text!r}.", near or advice)
     try:
         config = {**json.loads(file.read_bytes())}
-    except (OSError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError) as error:
         advice = "It must be a Hugging Face config.json."
         raise DataError(f"Cannot read {file}: {error}.", advice) from error
     require_package("transformers")

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError
+from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
 from narrowgauge.planner.layouts import read_values
 from narrowgauge.planner.memory import outside_bytes
@@ -37,7 +37,6 @@ SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
 _TRUSTS = {SAME: 1.0, BEYOND: 0.0}
 _SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
-_TEXTS = ("model", "recipes", "chip", "optimizer", "layout", "program")
 _NUMBERS = ("chips", "sequence_length", "tokens_per_step", "tokens_per_second", "peak_gb", "lora")
 _ADVICE = (
     "Name a run folder or a TOML file, or write the run in quotes: "
@@ -67,16 +66,21 @@ def _around(value: float, difference: str) -> Ends:
     return value / wider, value * wider
 
 
+def _room(job: Estimate) -> float:
+    """Return the memory of a chip that the framework's allocator can reserve, in 10^9 bytes."""
+    return (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
+
+
 def _described(job: Estimate) -> str:
     words = job.architecture.name, job.cluster.name, f"{job.sequence_length:,} tokens"
     return ", ".join((*words, job.recipe.name, job.program.text))
 
 
 class Next(NamedTuple):
-    """Hold the plan of a run, as measured runs correct it.
+    """Hold the plan of a run, as a measured run corrects it.
 
-    ``job`` is its plan before that, and ``difference`` what differs most from the run that corrects
-    it. The rate is of all chips, the peak of the fullest chip as the measured run counts it, in
+    ``job`` is its plan before that, and ``difference`` what differs most from the measured run. The
+    rate is of all chips, the peak of the fullest chip as the measured run counts it, in
     10^9 bytes; the intervals hold 80 %.
     """
 
@@ -102,8 +106,7 @@ class Next(NamedTuple):
             f"next  {_described(self.job)}\n"
             f"      {self.tokens_per_second:,.0f} tokens/s, 80 % {slow:,.0f}–{fast:,.0f} ({self.difference})\n"
             f"      {self.peak_gb:.1f} GB a chip, 80 % {low:.1f}–{high:.1f}; fits: {self.fits}\n"
-            f"      {self.job.layout}\n"
-            "A second measured run (others = […]) makes the interval smaller."
+            f"      {self.job.layout}"
         )
 
 
@@ -115,7 +118,6 @@ class MeasuredRun:
         tokens_per_second: of all chips.
         peak_gb: memory that the framework's allocator printed for the fullest chip, in 10^9 bytes;
             0 if it is not known.
-        others: further measured runs. The one that differs least from a plan corrects it.
 
     Example:
         >>> run = MeasuredRun("llama-8b", chip="H100-SXM", chips=8, tokens_per_second=53_336)
@@ -124,21 +126,14 @@ class MeasuredRun:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        tokens_per_second: float,
-        peak_gb: float = 0.0,
-        others: tuple[MeasuredRun, ...] = (),
-        **asked: Any,
+        self, model: Any, *, tokens_per_second: float, peak_gb: float = 0.0, **asked: Any
     ) -> None:
         require_number("tokens_per_second", tokens_per_second, is_open=True)
         require_number("peak_gb", peak_gb)
         self.asked = {"model": model, **asked}
         self.tokens_per_second = tokens_per_second
         self.peak_gb = peak_gb
-        self.others = others
-        self.job: Estimate = plan(**self.asked, advise=False).best
+        self.job = plan(**self.asked, advise=False).best
         self.counted_gb = self.job.allocated_bytes / 1e9
         self.ratio = tokens_per_second / self.job.tokens_per_second
         if self.job.mfu * self.ratio > 1:
@@ -148,55 +143,61 @@ class MeasuredRun:
                 "Name the tokens per second of all chips.",
             )
 
+    @property
+    def assumed(self) -> dict[str, str]:
+        """Return what the question did not name, as it was planned."""
+        job = self.job
+        values = {
+            "sequence_length": job.sequence_length,
+            "recipes": job.recipe.name,
+            "program": job.program.name,
+            "layout": job.layout,
+        }
+        return {name: str(value) for name, value in values.items() if not self.asked.get(name)}
+
     def next(self, **changes: Any) -> Next:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
         ``changes`` do not name is this run's.
         """
         is_same = changes.items() <= self.asked.items()
         job = self.job if is_same else self._planned(changes)
-        runs = (self, *self.others)
-        run = min(runs, key=lambda run: ERRORS["next"][difference_of(run.job, job)])
-        difference = difference_of(run.job, job)
-        rate = job.tokens_per_second * math.pow(run.ratio, _TRUSTS.get(difference, TRUST))
-        peak = run.peak_of(job)
+        difference = difference_of(self.job, job)
+        rate = job.tokens_per_second * math.pow(self.ratio, _TRUSTS.get(difference, TRUST))
+        peak = self.peak_of(job)
         peaks = _around(peak, "memory")
-        room = (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
         fits = "no"
-        if peak <= room:
-            fits = "yes" if peaks[1] <= room else "barely"
+        if peak <= _room(job):
+            fits = "yes" if peaks[1] <= _room(job) else "barely"
         return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
 
     def peak_of(self, job: Estimate) -> float:
         """Return the peak of a job in 10^9 bytes, as this run's was counted."""
-        peak: float = job.allocated_bytes / 1e9
-        if self.peak_gb:
-            peak += HALF * (self.peak_gb - self.counted_gb)
-        if job == self.job and self.peak_gb:
-            peak = self.peak_gb
-        return peak
+        counted = job.allocated_bytes / 1e9
+        if not self.peak_gb:
+            return counted
+        share = 1.0 if job == self.job else HALF
+        return counted + share * (self.peak_gb - self.counted_gb)
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
         """Return a plan in this run's layout, if that is known and fits; else in the fastest."""
         asked = {"layout": {}, **self.asked, **changes}
+        layout = self.job.layout
         if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
             names = "cluster", "chip", "chips"
             machine = next(machines_of(*(asked.get(name, ()) for name in names)))
             length: int = asked.get("sequence_length") or self.job.sequence_length
-            least = max(self.job.tokens_per_step, length * self.job.layout.num_replicas)
-            more = machine.chips / self.job.cluster.chips
-            asked["tokens_per_step"] = max(length, least * more)
+            least = max(self.job.tokens_per_step, length * layout.num_replicas)
+            asked["tokens_per_step"] = max(length, least * machine.chips / self.job.cluster.chips)
         if self.asked.get("layout") and "layout" not in changes:
-            shapes: tuple[tuple[str, ...], ...] = (*_SHAPE, "micro_batch", "recompute"), _SHAPE
-            for fields in shapes:
-                asked["layout"] = {name: getattr(self.job.layout, name) for name in fields}
+            shape = {name: getattr(layout, name) for name in _SHAPE}
+            batch = {"micro_batch": layout.micro_batch, "recompute": layout.recompute}
+            for fields in ({**shape, **batch}, shape):
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
-                    job: Estimate = plan(**asked, advise=False).best
-                    outside = outside_bytes(job.cluster.chips)
-                    if 1e9 * self.peak_of(job) + outside <= job.chip.memory_bytes:
+                    job = plan(**{**asked, "layout": fields}, advise=False).best
+                    if self.peak_of(job) <= _room(job):
                         return job
             asked["layout"] = {}
-        best: Estimate = plan(**asked, advise=False).best
-        return best
+        return plan(**asked, advise=False).best
 
     def __str__(self) -> str:
         text = (
@@ -205,25 +206,16 @@ class MeasuredRun:
         )
         if self.peak_gb:
             text += f"; {self.peak_gb:.1f} GB measured, {self.counted_gb:.1f} counted"
+        if self.assumed:
+            words = (f"{name}={value}" for name, value in self.assumed.items())
+            text += f"\n      assumed: {', '.join(words)}"
         return text
 
 
 def read_question(words: Iterable[str]) -> dict[str, Any]:
-    """Read ``NAME=VALUE``: arguments of :class:`MeasuredRun`.
-
-    Raises:
-        RecipeError: a number where a name is expected, or the reverse.
-    """
+    """Read ``NAME=VALUE``: arguments of :class:`MeasuredRun`."""
     asked = read_values(words)
-    for name, value in asked.items():
-        is_text = isinstance(value, str)
-        if name in (_NUMBERS if is_text else _TEXTS):
-            expected = "a number" if is_text else "a name"
-            raise RecipeError(
-                f"Cannot use {name} = {value}: it must be {expected}.",
-                "For instance: chip=H100-SXM chips=128.",
-            )
-    return asked
+    return {name: value if name in _NUMBERS else str(value) for name, value in asked.items()}
 
 
 def read_measured(text: str) -> MeasuredRun:
@@ -231,7 +223,7 @@ def read_measured(text: str) -> MeasuredRun:
     these arguments themselves, ``NAME=VALUE`` between spaces.
 
     In a file ``log`` may name a run folder or the log of another program instead of
-    ``tokens_per_second``, and ``others`` may list further measured runs, each with what differs.
+    ``tokens_per_second``.
     """
     path = Path(text)
     asked: dict[str, Any] = {}
@@ -242,14 +234,12 @@ def read_measured(text: str) -> MeasuredRun:
         asked = read_question(text.split())
     elif not path.exists():
         raise DataError(f"Cannot plan from {text} because it is not there.", _ADVICE)
-    others = asked.pop("others", [])
     if "tokens_per_second" not in asked and path.exists():
         asked = {**_of_log(path), **asked}
     for name in ("model", "tokens_per_second"):
         if not asked.get(name):
             raise DataError(f"Cannot plan from {text} because it does not say its {name}.", _ADVICE)
-    further = tuple(MeasuredRun(**{**asked, **other}) for other in others)
-    return MeasuredRun(**asked, others=further)
+    return MeasuredRun(**asked)
 
 
 def _of_log(path: Path) -> dict[str, Any]:
@@ -264,17 +254,16 @@ def _of_log(path: Path) -> dict[str, Any]:
         return asked
     config = run.config
     machine = run.run.get("machine", {})
-    ranks = machine.get("ranks", 1)
-    batches = config.get("gradient_accumulation_steps", 1)
-    size = config.get("batch_size", 1) // batches
+    asked["chips"] = machine.get("ranks", 1)
     for name, chip in CHIPS.items():
         if chip.device and chip.device == machine.get("device"):
             asked["chip"] = name
-    return asked | {
-        "model": config.get("model"),
-        "sequence_length": config.get("sequence_length"),
-        "recipes": config.get("recipe", ()),
-        "chips": ranks,
-        "layout": f"fsdp2,micro_batch={size},micro_batches={max(1, batches // ranks)},recompute=none",
-        "program": "narrowgauge",
-    }
+    if "gradient_accumulation_steps" in config:  # of narrowgauge train
+        batches = config["gradient_accumulation_steps"]
+        batch = config["batch_size"] // batches, max(1, batches // asked["chips"])
+        asked["layout"] = "fsdp2,micro_batch={},micro_batches={},recompute=none".format(*batch)
+        asked["program"] = "narrowgauge"
+        asked["recipes"] = config["recipe"]
+        for name in ("model", "sequence_length"):
+            asked[name] = config[name]
+    return asked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
@@ -40,21 +39,19 @@ EQUAL_RATES = 0.02
 MOST_CHANGES = 4
 
 
-def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Any:
+def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Plan:
     """Plan what fits, how fast, in which layout, and why.
 
     Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
-            For a module, a step on ``batch`` is counted
-            (:func:`~narrowgauge.planner.module.plan_module` has its arguments).
+        model: a preset's name, a Hugging Face ``config.json`` or its folder, a model that
+            transformers built, or an architecture (:func:`narrowgauge.planner.model.decoder`).
         tokens: of the whole run, for its days.
         advise: whether to look for what would fit.
         asked: the question, as of :func:`answers`.
     Returns:
-        A :class:`~narrowgauge.planner.words.Plan`: the jobs, the best first. For a module,
-        a :class:`~narrowgauge.planner.module.ModulePlan`.
+        The jobs, the best first.
     Raises:
         NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is
             unknown.
@@ -64,13 +61,9 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
         >>> best.fits, best.layout.shard
         (True, 8)
     """
-    if not isinstance(model, str | Path | Architecture):
-        from narrowgauge.planner.module import plan_module
-
-        return plan_module(model, **asked)
     if tokens is not None:
         require_number("tokens", tokens, 1)
-    a = model if isinstance(model, Architecture) else read_model(str(model))
+    a = model if isinstance(model, Architecture) else read_model(model)
     jobs, left_out = answers(a, **asked)
     instead: list[tuple[str, Estimate]] = []
     for change in _changes(jobs[0], asked) if advise and not jobs[0].fits else ():

@@ -56,7 +56,7 @@ class Program:
             the frozen weights too.
         layout: fields of the layouts that it runs, where the question names none.
         ours: whether it takes this project's optimizers; else ``master`` is planned by default.
-        text, source: its name in sentences, and where the fields are from.
+        text: its name in sentences.
     """
 
     name: str
@@ -71,7 +71,6 @@ class Program:
     layout: str = ""
     ours: bool = True
     text: str = field(default="", compare=False)
-    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -136,6 +135,6 @@ def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    name, fields = read_fields(text, "program", PROGRAMS)
+    name, fields = read_fields(str(text), "program", PROGRAMS)
     refuse_unknown(fields, _CHOICES, "a program", RecipeError)
     return replace(PROGRAMS.get(name, DEFAULT), **fields)

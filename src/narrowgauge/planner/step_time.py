@@ -1,6 +1,6 @@
 """Step time: the duration of an optimizer step, in seconds by group.
 
-We follow one rank through its micro-batches: operations over the share of the chip's peak that
+We follow one rank through its micro-batches: operations over the fraction of the chip's peak that
 training reaches, elementwise bytes over its bandwidth, what exchanges show, and the bubble of a
 pipeline. ``data/fitted.toml`` has the shares.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from narrowgauge.planner.ask import Ask, shares_of
@@ -70,14 +71,16 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
     program = ask.program
     compute = ask.recipe.compute
     format = ask.chip.rate_format(compute.output.left.format)
-    is_narrow = not compute.is_wide and format in ask.chip.peak_tflops
+    narrow = 1.0
+    if not compute.is_wide and format in ask.chip.peak_tflops:
+        narrow = shares["float8"]
     work = 0.0  # a token's operations, as if all were as fast as large matmuls in 16 bits
     for matmul in a.matmuls:
         passes = 2.0 if ask.tuning.frozen_bytes(matmul) else 3.0
         speed = 1.0
         if matmul.part != "head":
             passes += again
-            speed = shares["float8"] if is_narrow else 1.0
+            speed = narrow
         if matmul.is_expert:
             size = min(matmul.in_features, matmul.out_features)
             speed *= size / (size + shares["experts"])
@@ -115,13 +118,19 @@ def _moved_bytes(ask: Ask) -> float:
     return moved * (EAGER_BYTES if ask.program.kernels == "eager" else 1.0)
 
 
-def _rate(ask: Ask, shares: Shares, ranks: int, stride: int = 1) -> float:
-    """Return the bytes a second of a chip to a group of ranks at a distance of ``stride``."""
+def _sending(ask: Ask, shares: Shares, sent: float, ranks: int, stride: int = 1) -> float:
+    """Return the seconds in which a chip sends bytes to a group of ranks at a distance of
+    ``stride``; 0 for one rank.
+    """
     cluster = ask.cluster
+    if ranks == 1:
+        return 0.0
     if ranks * stride <= cluster.chips_per_node:
-        return float(shares["link"] * cluster.link_bytes_per_second(ranks, stride))
-    cards = min(ranks, max(1, cluster.chips_per_node // stride))
-    return float(shares["network"] * cluster.network_bytes_per_second * cards)
+        rate = shares["link"] * cluster.link_bytes_per_second(ranks, stride)
+    else:
+        cards = min(ranks, max(1, cluster.chips_per_node // stride))
+        rate = shares["network"] * cluster.network_bytes_per_second * cards
+    return sent / float(rate)
 
 
 def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
@@ -131,32 +140,24 @@ def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
     a = ask.architecture
     layout = ask.layout
     tensor = layout.tensor
-    token = ask.tokens / layout.pipeline * ask.matmul_width
+    stages = layout.pipeline
+    token = ask.tokens / stages * ask.matmul_width
     stream = (4 + 2 * again) * token * a.hidden_size
+    of_tensor = a.num_layers * 2 * stream * (1 - 1 / tensor)
     heads = a.num_kv_heads * (a.query_dim + a.value_dim) / tensor
+    of_context = a.num_layers * (3 + again) * token * heads * (layout.context - 1)
+    of_stages = 2 * layout.interleave * token * stages * a.hidden_size / tensor
     copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
-    # What is shown of the bytes that are sent between so many ranks at such a distance.
-    rows = {
-        "tensor": (TENSOR_SHOWN, tensor, 1, a.num_layers * 2 * stream * (1 - 1 / tensor)),
-        "context": (
-            1.0, layout.context, tensor,
-            a.num_layers * (3 + again) * token * heads * (layout.context - 1),
-        ),
-        "pipeline": (
-            1.0, min(2, layout.pipeline), layout.num_ranks // layout.pipeline,
-            2 * layout.interleave * token * layout.pipeline * a.hidden_size / tensor,
-        ),
-        "expert": (
-            _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN,
-            layout.expert, layout.context * layout.expert_tensor_ranks,
-            a.num_mixture_layers * stream * copies,
-        ),
-    }  # fmt: skip
-    seconds: Groups = {}
-    for name, (shown, ranks, stride, sent) in rows.items():
-        if ranks > 1:
-            seconds[name] = shown * sent / _rate(ask, shares, ranks, stride)
-    return seconds
+    of_experts = a.num_mixture_layers * stream * copies
+    shown = _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN
+    send = partial(_sending, ask, shares)
+    return {
+        "tensor": TENSOR_SHOWN * send(of_tensor, tensor),
+        "context": send(of_context, layout.context, tensor),
+        "pipeline": send(of_stages, min(2, stages), layout.num_ranks // stages),
+        "expert": shown
+        * send(of_experts, layout.expert, layout.context * layout.expert_tensor_ranks),
+    }
 
 
 def exchanges_of_state(ask: Ask, shares: Shares, computing: float) -> Groups:
@@ -170,16 +171,14 @@ def exchanges_of_state(ask: Ask, shares: Shares, computing: float) -> Groups:
     number /= layout.pipeline
     summed = ask.recipe.reduction.bytes_per_element(ask.weight_dtype) * ask.trained_share
     sharing = layout.num_sharing
-    shown: Groups = {}
-    if sharing > 1:
-        sums = layout.micro_batches if layout.zero >= 2 else 1
-        gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
-        rate = _rate(ask, shares, sharing, layout.tensor)
-        seconds = number * (gathers * ask.weight_bytes + sums * summed) / rate
-        shown["shard"] = seconds - min(seconds, computing) * shares["hidden"]
+    sums = layout.micro_batches if layout.zero >= 2 else 1
+    gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
+    sent = number * (gathers * ask.weight_bytes + sums * summed)
+    seconds = _sending(ask, shares, sent, sharing, layout.tensor)
+    shown = {"shard": seconds - min(seconds, computing) * shares["hidden"]}
     if layout.data > 1:
-        seconds = 2 * number * summed / sharing / _rate(ask, shares, layout.num_ranks)
-        shown["data"] = _ALL_REDUCE_SHOWN * seconds
+        reduced = _sending(ask, shares, 2 * number * summed / sharing, layout.num_ranks)
+        shown["data"] = _ALL_REDUCE_SHOWN * reduced
     return shown
 
 

@@ -1,4 +1,4 @@
-"""Figures over steps, drawn by Plotly: differences from the baseline, losses, and EDQ.
+"""The figures of a page, drawn by Plotly: the intervals of a comparison, and curves over steps.
 
 Lines of recipes that train alike lie on each other. So several recipes are drawn as the difference
 from the baseline's run of the same seed, and one recipe as its losses.
@@ -6,16 +6,23 @@ from the baseline's run of the same seed, and one recipe as its losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from narrowgauge.report.interval_figure import COLOURS
+from narrowgauge.measuring.comparison import Comparison
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import number
 
+COLOURS = (
+    "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
+)  # fmt: skip
+"""The colour of each recipe in every figure. Each is readable on white and on near black."""
+FAR = 15.0
+"""The axis of intervals ends at this multiple of the threshold, or the recipes inside would overlap."""
 MOST_POINTS = 400
 """A longer line is drawn by means of equal parts."""
 SMALLEST = 0.001
@@ -54,6 +61,50 @@ _FIGURES = (
     ("Training loss", "steps", "loss", _LOSS), ("Validation loss", "evals", "val_loss", _LOSS),
     ("EDQ", "steps", "edq", _EDQ),
 )  # fmt: skip
+_LAYOUT: dict[str, Any] = {
+    "margin": {"l": 56, "r": 12, "t": 12, "b": 50}, "hovermode": "closest",
+    "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
+}  # fmt: skip
+
+
+def intervals_of(comparison: Comparison) -> dict[str, Any]:
+    """Return the figure of the paired differences with their 95 % intervals; empty without any.
+
+    The band is the threshold: inside it a recipe is as good as the baseline. A single seed has no
+    interval.
+    """
+    threshold = comparison.acceptable
+    data: list[dict[str, Any]] = []
+    limit = 1.5 * threshold
+    for place, row in enumerate(comparison.rows):
+        mean = row["difference"]
+        if mean is None or not math.isfinite(mean):
+            continue
+        low, high = row["difference_interval"] or (mean, mean)
+        limit = max(limit, abs(low), abs(high))
+        bar = {"type": "data", "array": [high - mean]}
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [mean],
+                "y": [plain(row["recipe"])],
+                "error_x": bar,
+                "marker": {"color": COLOURS[place % len(COLOURS)], "size": 10},
+            }
+        )
+    if not data or not 0 < threshold < math.inf:
+        return {}
+    limit = 1.1 * min(limit, FAR * threshold)
+    band = {"type": "rect", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1}
+    band |= {"fillcolor": "#7d838e", "opacity": 0.2, "line": {"width": 0}}
+    title = f"loss minus {plain(str(comparison.baseline))}, nats per token"
+    layout = {
+        **_LAYOUT, "height": 130 + 40 * len(data), "showlegend": False, "shapes": [band],
+        "xaxis": {"title": {"text": title}, "range": [-limit, limit]},
+        "yaxis": {"automargin": True, "autorange": "reversed"},
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
 
 
 def curves_of(
@@ -139,9 +190,8 @@ def _figure(lines: Sequence[Line], least: float) -> dict[str, Any]:
     if values:
         yaxis["range"] = axis_range(values, least)
     layout = {
-        "height": 320, "margin": {"l": 56, "r": 12, "t": 12, "b": 44}, "yaxis": yaxis,
-        "xaxis": {"title": {"text": "step"}}, "legend": {"orientation": "h", "y": -0.25},
-        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "hovermode": "closest",
+        **_LAYOUT, "height": 320, "yaxis": yaxis, "xaxis": {"title": {"text": "step"}},
+        "legend": {"orientation": "h", "y": -0.25},
     }  # fmt: skip
     return {"data": data, "layout": layout}
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
+from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.measuring.comparison import Comparison
 from narrowgauge.measuring.diagnose import diagnose
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.reading import Reading
-from narrowgauge.report.curves import PageRun, curves_of
-from narrowgauge.report.interval_figure import interval_figure
+from narrowgauge.report.curves import PageRun, curves_of, intervals_of
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
@@ -86,14 +86,14 @@ def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     items = ""
     for sentence in learned(comparison, runs):
         items += f"<li>{escape(sentence)}</li>"
-    figure = interval_figure(comparison)
+    figure = intervals_of(comparison)
     parts = [f'<p class="lead">{escape(comparison.verdict)}</p>', f"<ul>{items}</ul>"]
     if figure:
         caption = (
             "A bar is the 95 % interval of the mean over seeds. Inside the band a recipe is as good "
             "as the baseline; a bar over its edge is not resolved by these seeds."
         )
-        parts.append(f"<figure>{figure}<figcaption>{caption}</figcaption></figure>")
+        parts.append(_figure(figure, "intervals", caption))
     yield _section("Verdict", *parts)
 
 
@@ -112,17 +112,25 @@ def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
         )
 
 
-def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
+def _figure(figure: dict[str, Any], name: str, caption: str, title: str = "") -> str:
+    """Return a figure that Plotly draws, in an element of that name; its button saves it as SVG."""
     from plotly.io import to_html
 
+    buttons = {
+        "modeBarButtons": [["toImage"]], "displaylogo": False, "toImageButtonOptions": {"format": "svg"},
+    }  # fmt: skip
+    drawing = to_html(
+        figure, buttons, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
+        div_id=name,
+    )  # fmt: skip
+    heading = f"<h3>{escape(title)}</h3>" if title else ""
+    return f"<figure>{heading}{drawing}<figcaption>{caption}</figcaption></figure>"
+
+
+def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
     parts = []
     for number, (title, caption, figure) in enumerate(curves_of(runs, comparison.baseline)):
-        drawing = to_html(
-            figure, {"displayModeBar": False}, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
-            div_id=f"curve-{number}",
-        )  # fmt: skip
-        caption = f"<figcaption>{caption}</figcaption>"
-        parts.append(f"<figure><h3>{escape(title)}</h3>{drawing}{caption}</figure>")
+        parts.append(_figure(figure, f"curve-{number}", caption, title))
     if parts:
         yield _section("Curves", '<div class="grid">', *parts, "</div>")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from narrowgauge.errors import NarrowgaugeError, RecordError, require_package
 from narrowgauge.measuring.comparison import Comparison, compare_runs
-from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.places import is_page, run_folders
 from narrowgauge.runs.record import Run, read_run
@@ -16,38 +14,21 @@ from narrowgauge.runs.record import Run, read_run
 SCRIPT = "plotly.min.js"
 
 
-def read_runs(
-    paths: Sequence[str | Path], say: Callable[[str], object] = warnings.warn
-) -> list[Run]:
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Return the runs in run folders, logs of other frameworks, and folders of runs.
 
-    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice. A
-    damaged run beside others of its folder is left out: ``say`` gets the reason.
+    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice.
 
     Raises:
         RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this
             version.
     """
-    runs: list[Run] = []
-    damaged: list[RecordError] = []
-    for place in run_folders(paths):
-        try:
-            runs.append(read_run(place))
-        except RecordError as error:
-            if place in map(Path, paths):
-                raise
-            damaged.append(error)
-    if not runs:
-        raise damaged[0]
-    for reason in damaged:
-        say(f"A run is left out. {reason}")
-    return runs
+    return list(map(read_run, run_folders(paths)))
 
 
 def report(
     paths: Sequence[str | Path],
     out: str | Path | None = None,
-    say: Callable[[str], object] = warnings.warn,
     *,
     inline: bool = False,
 ) -> Path:
@@ -62,7 +43,7 @@ def report(
         )
     first = Path(paths[0])
     folder = first.parent if first.is_file() else first
-    runs = read_runs(paths, say)
+    runs = read_runs(paths)
     return write_report(
         compare_runs(runs), runs, Path(out or folder / "report.html"), inline=inline
     )
@@ -74,7 +55,7 @@ def write_report(
     """Write the page of a comparison, or replace one of ours. Return its path."""
     if page.exists() and not is_page(page):
         raise RecordError(
-            f"Cannot write {page}: what is there is no page of Narrowgauge's.",
+            f"Cannot write {page}: what is there is not a page of Narrowgauge's.",
             "Name a file, for instance --out page.html.",
         )
     require_package("plotly")
@@ -94,12 +75,6 @@ def write_report(
 
 
 def publish(comparison: Comparison, runs: Sequence[Run], out: Path) -> Path:
-    """Write ``compare.json``, ``differences.svg`` and ``report.html`` into a folder.
-
-    Return the path of the page.
-    """
+    """Write ``compare.json`` and ``report.html`` into a folder. Return the path of the page."""
     write_whole(out / "compare.json", comparison.json())
-    figure = interval_figure(comparison)
-    if figure:
-        write_whole(out / "differences.svg", figure.encode())
     return write_report(comparison, runs, out / "report.html")

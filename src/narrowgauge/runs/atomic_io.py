@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import RecordError
 
@@ -111,17 +109,6 @@ def read_bytes(path: Path) -> bytes | None:
     with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return path.read_bytes()
     return None
-
-
-def load_json(text: bytes | str) -> Any:
-    """Parse JSON.
-
-    Raise ``ValueError`` also for too deep a nesting, where Python raises ``RecursionError``.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
 
 
 def digest(path: Path) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import damaged, disk_errors, load_json
+from narrowgauge.runs.atomic_io import damaged, disk_errors
 from narrowgauge.runs.schema import STEP, Row
 from narrowgauge.spec.toml import load_data
 
@@ -104,7 +105,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
 
 def _rows_of(file: Path) -> list[Row]:
     if file.name == _STATE:
-        return list(load_json(file.read_bytes())["log_history"])
+        return list(json.loads(file.read_bytes())["log_history"])
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
     # A row with other values than names is damaged, or being written.

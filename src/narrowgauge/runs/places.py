@@ -1,7 +1,7 @@
 """What a path holds: one answer for every command that reads or writes a folder.
 
 ``train``, ``compare``, ``report``, ``tokenize`` and ``export`` ask here before they write. What is not
-ours is refused, and so is what another process is writing.
+ours is refused, also what another process is writing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def require_free(path: str | Path) -> None:
     if is_run(path):
         raise RecordError(
             f"Cannot create a run in {path}: a run is there already.",
-            f"Choose another folder, or go on with narrowgauge train --out {path}, or with "
+            f"Choose another folder, or continue with narrowgauge train --out {path}, or with "
             "RunRecorder(…, resume=True) in its program.",
         )
     require_no_file(path, [f"{name}.jsonl" for name in ROW_FILES])

@@ -17,12 +17,13 @@ note. At any moment the last line may be torn, which is dropped without a note.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import damaged, load_json, read_bytes
+from narrowgauge.runs.atomic_io import damaged, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.places import is_run, only_run
@@ -139,7 +140,7 @@ def _read_summary(path: Path, notes: list[str]) -> Row | None:
     """Return the metrics of a finished run; without them, or if they are damaged, it is not finished."""
     data = read_bytes(path / "summary.json")
     try:
-        return None if data is None else dict(load_json(data))
+        return None if data is None else dict(json.loads(data))
     except (ValueError, TypeError) as error:
         notes.append(f"summary.json is damaged ({error}) and was left out")
         return None
@@ -152,7 +153,7 @@ def rows_in(file: Path, notes: list[str]) -> list[Row]:
     wrong = []
     for place, line in enumerate(lines, 1):
         try:
-            row = load_json(line)
+            row = json.loads(line)
         except ValueError:
             row = None
         is_row = isinstance(row, dict) and type(row.get("step")) is int

@@ -33,7 +33,6 @@ class Column:
     name: str
     type: str
     help: str
-    unit: str = ""
     label: str = ""
     format: str = "{}"
 

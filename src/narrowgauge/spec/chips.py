@@ -35,7 +35,6 @@ class Chip:
         network_gbit_per_second: usual network between nodes, per chip and direction. The default is
             a network card on a PCIe slot: 8 chips share one port of 200.
         chips_per_node: in usual nodes of this chip.
-        official: all values are the vendor's.
         device: the name that its driver reports, if known.
     """
 
@@ -54,7 +53,6 @@ class Chip:
     peers: int | None = None
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
-    official: bool = True
     device: str = ""
 
     @property
@@ -78,18 +76,8 @@ class Chip:
         return 1e12 * self.peak_tflops[format]
 
     def rate_format(self, format: str) -> str:
-        """Return the format whose printed rate applies when the chip multiplies ``format``.
-
-        Example:
-            >>> [get_chip(chip).rate_format("float8_e4m3fn") for chip in ("H100-SXM", "MI300X")]
-            ['float8_e4m3fn', 'float8_e4m3fnuz']
-        """
-        name = "float8_e4m3fn" if format == "float8_e5m2" else format
-        # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
-        amd_name = f"{name}uz"
-        if name not in self.peak_tflops and amd_name in self.peak_tflops:
-            return amd_name
-        return name
+        """Return the format whose printed rate applies when the chip multiplies ``format``."""
+        return "float8_e4m3fn" if format == "float8_e5m2" else format
 
 
 CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
@@ -104,11 +92,10 @@ def get_chip(name: str) -> Chip:
         ChipError: no chip has that name, or several match the prefix.
     """
     plain = _plain(name)
-    matches = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
-    whole = [chip for chip in matches if chip.lower().startswith(f"{name.strip().lower()}-")]
-    if plain in map(_plain, matches):
-        whole = [chip for chip in matches if _plain(chip) == plain]
-    matches = whole or matches
+    same = [chip for chip in CHIPS if _plain(chip) == plain]
+    dashed = [chip for chip in CHIPS if chip.lower().startswith(f"{name.strip().lower()}-")]
+    begun = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
+    matches = same or dashed or begun
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:

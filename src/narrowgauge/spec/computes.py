@@ -154,12 +154,10 @@ class Cast:
 
     @property
     def carrier(self) -> str:
-        """Return the PyTorch dtype of one byte that holds a code; empty if there is none (6 bits, and
-        4 bits outside kernels).
+        """Return the PyTorch dtype of one byte that holds a code; empty without one (4 bits
+        outside kernels).
         """
-        if self.element.bits == 8 and not self.format.endswith("fnuz"):
-            return self.format
-        return ""
+        return self.format if self.element.bits == 8 else ""
 
     @property
     def values_format(self) -> str:

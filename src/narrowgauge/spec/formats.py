@@ -20,7 +20,7 @@ from typing import Literal
 from narrowgauge.errors import FormatError, suggestion
 
 Kind = Literal["float", "int", "scale"]
-Specials = Literal["ieee", "all_ones", "negative_zero", "none"]
+Specials = Literal["ieee", "all_ones", "none"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Format:
             without the sign.
         bias: subtracted from the exponent field.
         specials: codes that are not numbers. ``ieee``: the top exponent holds infinities and NaNs;
-            ``all_ones``: the code of all ones (of each sign) is NaN; ``negative_zero``: the code of
-            −0 is NaN; ``none``: every code is a number.
+            ``all_ones``: the code of all ones (of each sign) is NaN; ``none``: every code is a
+            number.
         kind: ``float``, ``int`` or ``scale`` (powers of two only: no sign, no zero).
         purpose: its use, in one line.
         source: the document that defines it.
@@ -83,10 +83,6 @@ class Format:
         return self.kind != "scale"
 
     @property
-    def negative_zero(self) -> bool:
-        return self.kind == "float" and self.specials != "negative_zero"
-
-    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value (0 for integers)."""
         return 0 if self.kind == "int" else self.signed - self.bias
@@ -127,7 +123,6 @@ class Format:
 
 _IEEE = "IEEE 754-2019, section 3.4"
 _OCP8 = "OCP 8-bit Floating Point Specification v1.0; Micikevicius et al., arXiv 2209.05433"
-_FNUZ = "Noune et al., 8-bit Numerical Formats for Deep Neural Networks, arXiv 2206.02915"
 _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
 
@@ -142,14 +137,9 @@ _FORMATS = (
     ),
     Format("float8_e4m3fn", 8, 4, 3, 7, "all_ones", "forward matmuls: weights and activations", _OCP8),
     Format("float8_e5m2", 8, 5, 2, 15, "ieee", "backward matmuls: gradients, which need range", _OCP8),
-    Format("float8_e4m3fnuz", 8, 4, 3, 8, "negative_zero", "float8_e4m3 on AMD CDNA3", _FNUZ),
-    Format("float8_e5m2fnuz", 8, 5, 2, 16, "negative_zero", "float8_e5m2 on AMD CDNA3", _FNUZ),
     Format("float8_e8m0fnu", 8, 8, 0, 127, "all_ones", "the scale of an MX block", _MX, kind="scale"),
-    Format("float6_e3m2fn", 6, 3, 2, 3, "none", "MXFP6 elements with range", _MX),
-    Format("float6_e2m3fn", 6, 2, 3, 1, "none", "MXFP6 elements with precision", _MX),
     Format("float4_e2m1fn", 4, 2, 1, 1, "none", "MXFP4 and NVFP4 elements", _MX),
     Format("int8", 8, 0, 7, 0, "none", "integer matmuls, codes with a scale", _INT, kind="int"),
-    Format("int4", 4, 0, 3, 0, "none", "weights with a scale per group", _INT, kind="int"),
 )  # fmt: skip
 
 FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}

@@ -137,7 +137,7 @@ def parse_names(names: str) -> list[Recipe]:
 
 
 def _refuse(text: str, name: str) -> None:
-    """Raise for a name that says too little, or that is no recipe."""
+    """Raise for a name that says too little, or does not name a recipe."""
     if name in REFUSED:
         row = REFUSED[name]
         nearest = ", ".join(map(repr, row["nearest"]))

@@ -38,8 +38,8 @@ TABLES: dict[str, tuple[str, Mapping[str, Any], str]] = {
         "name output grad_input grad_weight kept_bytes native purpose source",
     ),
     "rules": (
-        "Update rules: options, usual rates, sources.", UPDATE_RULES,
-        "name optimizer purpose is_matrix settings options rate source",
+        "Update rules: settings, options, sources.", UPDATE_RULES,
+        "name optimizer purpose is_matrix settings options source",
     ),
     "storages": (
         "How weights and moments are stored between steps.", STORAGES,
@@ -50,7 +50,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Any], str]] = {
     ),
     "chips": (
         "Accelerators: memory, bandwidth, peak rates, links.", CHIPS,
-        "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
+        "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second source",
     ),
     "models": (
         "Preset models: shapes and parameter counts.", MODELS,

@@ -72,10 +72,14 @@ class Code:
         return self.exponent_bits + self.mantissa_bits
 
     def part(self, place: int) -> Code:
-        """Return the code of one part of an expansion. The leading part is at ``place`` 0."""
-        if place and self.hold:
-            return replace(self, hold=False)
-        return self
+        """Return the code of one part of an expansion. The leading part is at ``place`` 0.
+
+        In a block, the second part begins lower by the bits of the first.
+        """
+        if not place:
+            return self
+        lowest = self.lowest - (self.mantissa_bits + 1 if self.scaled else 0)
+        return replace(self, hold=False, lowest=lowest)
 
     @property
     def spacings(self) -> float:
@@ -164,17 +168,17 @@ def width_of(group: Word) -> int:
 def packed(fields: Word) -> Words:
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone. The others
     share one word, if they fill it. Otherwise the first (the tail) is alone, since other kernels
-    read it, and the rest share one, if it holds them.
+    read it, and the rest share one, if it holds them: those of a user's rule may have more bits.
     """
     words = [(field,) for field in fields if field[1] in (16, 32, 64)]
-    narrow = [field for field in fields if field[1] not in (16, 32, 64)]
+    narrow = tuple(field for field in fields if field[1] not in (16, 32, 64))
     total = sum(bits for _, bits in narrow)
     parts = [narrow[:1], narrow[1:]]
     if total in (8, 16, 32):
         parts = [narrow]
-    elif total - sum(bits for _, bits in narrow[:1]) > 32:
-        parts = [[field] for field in narrow]
-    return (*words, *(tuple(part) for part in parts if part))
+    elif sum(bits for _, bits in narrow[1:]) > 32:
+        parts = [(field,) for field in narrow]
+    return (*words, *filter(None, parts))
 
 
 # ── storages ──────────────────────────────────────────────────────────────────────────────────────

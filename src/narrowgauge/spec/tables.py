@@ -1,4 +1,4 @@
-"""Tables with named columns, as aligned text, GitHub markdown or JSON."""
+"""Tables with named columns, as aligned text or JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-_CODE = {"name", "recipe", "reading", "table", "metric", "column"}
-"""Titles of columns in code style, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,6 @@ class Table:
                     value = getattr(row, key)
                 columns[title].append(cell_text(value))
         return columns
-
-    def markdown(self) -> str:
-        """GitHub markdown, without the title."""
-        aligned = []
-        for title, cells in self.columns().items():
-            rule = "---:" if is_number(cells) else "---"
-            style = "`{}`" if title in _CODE else "{}"
-            shown = [style.format(cell) for cell in cells]
-            aligned.append([title, rule, *(cell.replace("|", r"\|") for cell in shown)])
-        return "".join(f"| {' | '.join(line)} |\n" for line in zip(*aligned, strict=True))
 
     def plain(self) -> str:
         """Aligned text for a pipe: titles, then one line per row, never wrapped."""

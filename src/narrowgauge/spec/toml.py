@@ -16,15 +16,8 @@ else:
 
 
 def load_toml(text: str) -> dict[str, Any]:
-    """Parse TOML text.
-
-    Raises:
-        ValueError: it is not TOML, or nested deeper than Python's recursion limit.
-    """
-    try:
-        table: dict[str, Any] = tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
+    """Parse TOML text. Other text is a ``ValueError``."""
+    table: dict[str, Any] = tomllib.loads(text)
     return table
 
 

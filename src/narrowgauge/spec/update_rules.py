@@ -27,7 +27,6 @@ class UpdateRule:
         settings: those of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, as
             language models are trained.
         options: its own, with their usual values for language models.
-        rate: factor on AdamW's usual peak learning rates; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each.
             (A momentum of SGD is extra.)
@@ -39,7 +38,6 @@ class UpdateRule:
     purpose: str
     settings: Mapping[str, float]
     options: Mapping[str, Any] = field(default_factory=dict)
-    rate: float | None = 1.0
     is_matrix: bool = False
     moments: tuple[tuple[str, str], ...] = ()
     source: str = field(default="", kw_only=True)
@@ -65,8 +63,6 @@ class UpdateRule:
             require_number("beta2", value[1], below=1)
         elif name == "adjust_lr_fn":
             require_choice(name, value, ("original", "match_rms_adamw", None))
-        elif name == "ns_dtype":
-            require_choice(name, value, ("bfloat16", "float32"))
         elif isinstance(self.options.get(name), bool):
             require_choice(name, value, (False, True))
         elif name in ("rank", "update_proj_gap", "ns_steps"):
@@ -98,20 +94,17 @@ _RULES = (
     UpdateRule(
         "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
         {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
-        rate=None,  # its steps are as large as the gradient, which no rule of a model's size knows
         source="Sutskever et al., ICML 2013",
     ),
     UpdateRule(
         "lion", "Lion", "one moment; its sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
-        rate=1 / 3,  # of 3 to 10 in the paper, with as much more decay
         moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
     ),
     UpdateRule(
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
         {
-            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": "bfloat16",
+            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw",
         },
-        # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
     ),
     UpdateRule(

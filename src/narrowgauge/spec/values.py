@@ -20,7 +20,7 @@ def require_number(
     is_whole: bool = False,
     is_open: bool = False,
 ) -> None:
-    """Refuse a value that is no number in ``[least, below)``, or in ``(least, below)`` if it
+    """Refuse a value that is not a number in ``[least, below)``, or in ``(least, below)`` if it
     ``is_open``. NaN is never inside.
     """
     bounds = []

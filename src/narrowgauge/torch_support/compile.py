@@ -119,7 +119,7 @@ def options() -> dict[str, Any]:
 def _case(
     arguments: Sequence[Tensor | None], edges: bool, cut: Callable[[int], int]
 ) -> list[Tensor | None]:
-    """Draw tensors with the dtypes and memory orders of others, with sides that are cut.
+    """Draw tensors with the dtypes and memory orders of others, with shorter sides.
 
     Keep tensors with few values, such as scales and seeds.
     """

@@ -2,7 +2,7 @@
 
 A compiler may flush subnormals, drop a rounding, fuse a multiplication with an addition, divide
 approximately or reorder a comparison. On most values this changes at most the last bit. *Edge
-values* expose it: random bits, which have every magnitude and sign, of which half have short
+values* expose it: random bits, which have every magnitude and sign; half have short
 mantissas: so many are ties between two values of a lower-precision format.
 """
 
@@ -110,7 +110,7 @@ def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], boo
     """
     language = language_on(device)
     if not language:
-        return f"there is no kernel for {device.type}"
+        return f"a kernel for {device.type} is missing"
     return prove(name, (key, device, language), language, compare)
 
 

@@ -138,7 +138,7 @@ def compare_recipes(
 
     Args:
         settings: fields of ``Settings`` that all runs share.
-        out: the folder: new, or with runs that go on. ``None`` takes ``comparisons/MODEL``.
+        out: the folder: new, or with runs to continue. ``None`` takes ``comparisons/MODEL``.
         say: takes a line per run.
     Returns:
         The comparison and the path of the page.
@@ -157,7 +157,7 @@ def compare_recipes(
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
     from narrowgauge.trainer import loop
 
-    say(f"{counted(len(entries), 'run')} in {folder}. The same command goes on after a stop.")
+    say(f"{counted(len(entries), 'run')} in {folder}. The same command continues after a stop.")
     for number, entry in enumerate(entries, 1):
         run = loop.train(vars(entry.settings), is_verbose=False)
         loss = (read_run(run).summary or {})["val_loss"]

@@ -1,4 +1,4 @@
-"""Where a run begins or goes on: settings come from the newest good checkpoint, and those that are
+"""Where a run begins or continues: settings come from the newest good checkpoint, and those that are
 named replace them. ``run.toml`` is a log, and decides nothing.
 
 Nothing here needs PyTorch, so what is wrong is refused at once.
@@ -19,7 +19,7 @@ from narrowgauge.trainer.tokens import open_tokens
 
 
 class Entry(NamedTuple):
-    """A run that may begin or go on: its checked settings, and its newest good checkpoint.
+    """A run that may begin or continue: its checked settings, and its newest good checkpoint.
 
     ``step`` is the checkpoint's. ``events`` are pairs of a kind and a sentence: what differs from
     what was asked for.
@@ -74,7 +74,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
         fixed.append(f"the tokens in {settings.data} are not those that it started with")
     if fixed:
         raise RecordError(
-            f"Cannot go on with {folder} after step {step} because {fixed[0]}.",
+            f"Cannot continue {folder} after step {step} because {fixed[0]}.",
             "Leave the setting as it was, or start another run with another --out.",
         )
     return Entry(settings, checkpoint, step, tuple(events))

@@ -1,4 +1,4 @@
-"""``narrowgauge train``: begin a run, or go on with the one in ``out``.
+"""``narrowgauge train``: begin a run, or continue the one in ``out``.
 
 Everything that decides the next step is in the checkpoint: step, weights and states. So a killed
 run loses only the steps since its last checkpoint, and repeats them with the same bits on any
@@ -146,7 +146,7 @@ def _run(run: Session, recorder: RunRecorder, progress: Progress) -> None:
     recorder.close(is_finished)
     if is_finished:
         return progress.say(f"Finished after {run.step} steps.")
-    progress.say(f"Stopped after step {run.step}. The same command goes on.")
+    progress.say(f"Stopped after step {run.step}. The same command continues.")
     if is_stopped:
         raise KeyboardInterrupt
     return None

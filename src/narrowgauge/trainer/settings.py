@@ -47,7 +47,7 @@ class Settings:
         "llama-1m", "A preset (narrowgauge show models), a Hugging Face folder, or ORG/NAME in the hub's cache; weights are "
         "used, if there are any.")
     recipe: str = setting("bfloat16/word", "A recipe (narrowgauge show recipes).")
-    out: str = setting("", "Run folder: new, or with a run, which goes on.  [default: runs/MODEL-RECIPE]")
+    out: str = setting("", "Run folder: new, or with a run, which continues.  [default: runs/MODEL-RECIPE]")
     steps: int = setting(400, "Optimizer steps.", 1)
     batch_size: int = setting(8, "Sequences per optimizer step.", 1)
     sequence_length: int = setting(256, "Tokens per sequence.", 1)

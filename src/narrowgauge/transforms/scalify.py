@@ -29,6 +29,7 @@ has no gated MLP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import unwrap
 from typing import Any, cast
@@ -122,12 +123,6 @@ def times(x: Tensor, power: Tensor) -> Tensor:
     return x * power
 
 
-def rescaled(x: Tensor) -> Scaled:
-    """Return a plain tensor with a scale from its measured root mean square: the *dynamic rescale*."""
-    size = power_of_rms(x)
-    return Scaled(x / size, size)
-
-
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -179,13 +174,9 @@ def _sum(
     func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any
 ) -> Scaled:
     """Sum. The scale grows by the root of the number of terms, rounded down to a power of two."""
-    count = 1
-    for dim in dims or range(x.ndim):
-        count = count * x.shape[dim]
-    size = root_below(count)
-    return Scaled(
-        torch.ops.aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs) / size, x.scale * size
-    )
+    size = root_below(math.prod(x.shape[dim] for dim in dims or range(x.ndim)))
+    total = torch.ops.aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs)
+    return Scaled(total / size, x.scale * size)
 
 
 # PyTorch must see views as aliases.
@@ -280,9 +271,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = ctx.saved_tensors
-        if not isinstance(gradient, Scaled):
-            gradient = rescaled(gradient)
-        return gradient.raw, gradient.scale * scale, None, None
+        if isinstance(gradient, Scaled):
+            return gradient.raw, gradient.scale * scale, None, None
+        size = power_of_rms(gradient)  # the dynamic rescale
+        return gradient / size, size * scale, None, None
 
 
 enter: Any = _Enter.apply
@@ -307,8 +299,6 @@ class _Ruled:
     The class changes, not the object's forward. So the module can be copied and pickled.
     """
 
-    leaves_plain = False
-
 
 class _Linear(_Ruled):
     """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``product`` of its own.
@@ -332,8 +322,6 @@ class _Linear(_Ruled):
         token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
         multiply: Any = getattr(self, "product", F.linear)
         y: Tensor = leave(multiply(*entered), token, scale, root_below(inputs))
-        if self.leaves_plain:
-            return value_of(y)
         return y
 
 
@@ -372,9 +360,7 @@ class _Norm(_Ruled):
         count = 1 + len(named)
         token, real, *vectors = enter((WIDE,) * count, (None,) * count, x, *named.values())
         for name, vector in zip(named, vectors, strict=True):
-            named[name] = vector
-            if vector.dtype.itemsize <= real.dtype.itemsize:
-                named[name] = vector.to(real.dtype)
+            named[name] = vector.to(torch.promote_types(vector.dtype, real.dtype))
         try:
             self._parameters = {**parameters, **named}
             raw = super().forward(real)  # type: ignore[misc]
@@ -417,7 +403,8 @@ def scalify(model: nn.Module) -> None:
         model: changed in place. Each module with parameters, and each activation, gets its own
             class. Swap narrow layers before.
     Raises:
-        RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
+        RecipeError: a module's class has no rule, or has one already; or, when the model runs, an
+            operation has none.
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 2))
@@ -427,39 +414,43 @@ def scalify(model: nn.Module) -> None:
         >>> torch.equal(model(x), plain)
         True
     """
-    head = None
+    rules = rules_of(model)
+    # The body of a Hugging Face model can also be called directly.
+    plain: set[Any] = {model, getattr(model, "base_model", model)}
     if hasattr(model, "get_output_embeddings"):
         head = cast(Any, model).get_output_embeddings()
-    rules: dict[nn.Module, Any] = {}
-    for name, module in model.named_modules():
-        rule = _rule_for(module)
-        if rule is not None:
-            rules[module] = rule
-        elif next(module.parameters(recurse=False), None) is not None:
-            raise unknown(f"the module '{name}' of class {type(module).__name__}")
-    if type(head) is nn.Linear:  # its inputs and outputs are plain: a rule would only measure it
-        del rules[head]
+        plain.add(head)
+        if (
+            type(head) is nn.Linear
+        ):  # its inputs and outputs are plain: a rule would only measure it
+            del rules[head]
     for module, rule in rules.items():
         kind: Any = type(module)
         module.__class__ = extended_class(rule, kind)
-    if isinstance(head, _Ruled):
-        head.leaves_plain = True
-    # The body of a Hugging Face model can also be called directly.
-    for module in {model, cast(nn.Module, getattr(model, "base_model", model))}:
+    for module in plain - {None}:
         module.register_forward_hook(_leave_values)
 
 
-def _rule_for(module: nn.Module) -> type[_Ruled] | None:
-    """Return the rule of a module's class; ``None`` if there is none.
-
-    A subclass may compute anything, unless its ``product`` shows that only this differs.
-    """
-    name = type(module).__name__
-    if isinstance(module, nn.Linear) and hasattr(module, "product"):
-        name = "Linear"
-    if name.endswith("RMSNorm"):
-        name = "LayerNorm"
-    return _RULE_OF.get(name)
+def rules_of(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return the rules of a model's modules. Refuse a module that needs one and has none."""
+    rules: dict[nn.Module, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _Ruled):
+            raise RecipeError(
+                f"Cannot scalify this {type(model).__name__} because '{name}' is scalified already.",
+                "Scalify the whole model once.",
+            )
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            kind = "LayerNorm"
+        # A subclass may compute anything, unless its product shows that only this differs.
+        if isinstance(module, nn.Linear) and hasattr(module, "product"):
+            kind = "Linear"
+        if kind in _RULE_OF:
+            rules[module] = _RULE_OF[kind]
+        elif isinstance(module, nn.Linear) or list(module.parameters(False)):
+            raise unknown(f"the module '{name}' of class {type(module).__name__}")
+    return rules
 
 
 _RULE_OF: dict[str, type[_Ruled]] = {

@@ -60,7 +60,7 @@ class Wide:
     Attributes:
         rounds: names of the operations that round, by site.
         layers: sites of our own narrow layers.
-        at_end: largest share of a cast's values that reach the end of an 8-bit format, by site.
+        at_end: largest fraction of a cast's values that reach the end of an 8-bit format, by site.
         cast_errors: largest error of a cast, in roundings of its format, by site.
         misread: sites where bytes of one 8-bit format are read as another's.
         coarsest: unit roundoff and name of the coarsest format of a product in forward, or of a cast to

@@ -120,23 +120,23 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
 """
 
 
-def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
     """Return a matrix with the same singular vectors, and all singular values moved towards 1.
 
     Overwrite the argument.
 
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius
     norm. The norm is taken before anything is rounded, without the usual 1e-7 added: scaling by a
-    power of two changes no bit. Zeros stay zeros. ``dtype`` is of the products' operands; bfloat16
-    is as published, off by 1.2 % (rms).
+    power of two changes no bit. Zeros stay zeros. The products' operands are bfloat16, as published:
+    off by 1.2 % (rms).
 
     Example:
-        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5, torch.float32)
+        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5)
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
     """
     length = _length(matrix).float().clamp(min=TINY)
-    return _newton_schulz(matrix.div_(length).to(dtype), iterations).float()
+    return _newton_schulz(matrix.div_(length).bfloat16(), iterations).float()
 
 
 def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
@@ -163,24 +163,10 @@ def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
 
 def _muon(g: Tensor, states: States, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
-    return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(
-        -size
-    ), {}
+    return orthogonalise(g, options["ns_steps"]).mul_(-size), {}
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def adam_step(
-    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, options: Options, count: int
-) -> tuple[Tensor, ...]:
-    """Return Adam's step for coordinates, and the new moments: ``ADAMW`` on a weight of zero."""
-    values = torch.tensor(
-        ADAMW.prepare(options, count), dtype=torch.float32, device=gradient.device
-    )
-    scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
-    change, *moments = ADAMW.update(gradient.new_zeros(()), gradient, exp_avg, exp_avg_sq, scalars)
-    return change, *moments
 
 
 def _galore_states(shape: tuple[int, int], options: Options) -> Shapes:
@@ -197,9 +183,11 @@ def _galore_states(shape: tuple[int, int], options: Options) -> Shapes:
 def _galore(g: Tensor, states: States, options: Options, step: int) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
     basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
-    m = states["projected_exp_avg"]
-    v = states["projected_exp_avg_sq"]
-    change, m, v = adam_step(project(basis, g), m, v, options, step)
+    values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=g.device)
+    scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
+    moments = states["projected_exp_avg"], states["projected_exp_avg_sq"]
+    # AdamW's step of a weight of zero.
+    change, m, v = ADAMW.update(g.new_zeros(()), project(basis, g), *moments, scalars)
     lifted = lift(basis, change, is_tall(*g.shape)).mul_(options["scale"])
     return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 

@@ -1,8 +1,8 @@
-"""Matrix update rules from their published formulas, in numpy's float64, and one released defect.
+"""GaLore from its published formulas, in numpy's float64.
 
-Slow and plain on purpose: singular value decompositions instead of eigenvectors of a Gram matrix,
-whole weights rebuilt and subtracted instead of changes, nothing shared between rules. Every class
-keeps its own states; ``step`` takes the weight and its gradient and returns the new weight.
+Slow and plain on purpose: singular value decompositions instead of eigenvectors of a Gram matrix.
+Every class keeps its own states; ``step`` takes the weight and its gradient and returns the new
+weight.
 """
 
 from __future__ import annotations
@@ -13,32 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
-
-
-def newton_schulz(x: Matrix, iterations: int = 5) -> Matrix:
-    """The quintic of Muon on every singular value, by way of the decomposition itself."""
-    u, s, vt = np.linalg.svd(x, full_matrices=False)
-    s = s / np.sqrt((s**2).sum())
-    for _ in range(iterations):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return (u * s) @ vt
-
-
-@dataclass
-class Muon:
-    """Jordan et al. 2024, with Nesterov's momentum and the scale of Liu et al. 2025 (2502.16982)."""
-
-    lr: float
-    weight_decay: float
-    momentum: float = 0.95
-    m: Matrix = field(default_factory=lambda: np.zeros(()))
-
-    def step(self, w: Matrix, g: Matrix) -> Matrix:
-        self.m = self.momentum * self.m + (1 - self.momentum) * g
-        u = self.momentum * self.m + (1 - self.momentum) * g
-        return w * (1 - self.lr * self.weight_decay) - self.lr * 0.2 * np.sqrt(
-            max(w.shape)
-        ) * newton_schulz(u)
 
 
 @dataclass
