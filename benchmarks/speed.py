@@ -251,8 +251,9 @@ def report_part(part: str, options: argparse.Namespace) -> None:
     elif part == "first":
         show("first step", first_steps(STORAGES[:1] if quick else STORAGES))
     elif part == "watch":
-        name, shape = ("llama-1m", (2, 64)) if quick else ("llama-8m", (8, 256))
-        watched(name, shape, rounds)
+        name, shapes = ("llama-1m", [(2, 64)]) if quick else ("llama-8m", [(8, 64), (8, 256)])
+        for shape in shapes:
+            watched(name, shape, rounds)
     elif not quick:
         show("memory of a step, bytes a parameter", memory())
 
