@@ -137,7 +137,8 @@ def steps_of(run: Run) -> list[Step]:
 
 
 def readings_of(run: Run) -> list[Reading]:
-    """Return the readings of a run: of each kind and stage the first, or the newest of a count over the run.
+    """Return the readings of a run: the first of each kind and stage. Of a count over the run return
+    the newest.
 
     The events hold those that need more than the rows.
     """

@@ -133,8 +133,8 @@ def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
 
 
 def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: list[str]) -> bool:
-    """Return whether a step is the mean over its micro-batches, and the whole batch's gradient no sum of
-    theirs, as of a contrastive loss.
+    """Return whether a step is the mean over its micro-batches, and the gradient of the whole batch is
+    not a sum of theirs, as for a contrastive loss.
     """
     if not all(term.shadows.keys() >= {*names} for term in terms):
         return False

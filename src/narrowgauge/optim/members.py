@@ -34,6 +34,6 @@ def local_state_of(
     state = kernels.local_part(group, parameter, entry)
     if isinstance(entry, State):
         entry.kept = None, None
-        if made_from and not state.kernel.is_matrix:  # whose depends on more options
+        if made_from and not state.kernel.is_matrix:  # a matrix rule reads more options
             entry.kept = made_from, state
     return state
