@@ -168,3 +168,13 @@ def test_each_rate_has_its_own_row_of_the_table() -> None:
     (reading,) = check
     rows = [line.split() for line in check.lines[1:3]]
     assert reading.tensor == "0" and [row[2] for row in rows] == ["0.0005", "0.03"]
+
+
+@pytest.mark.parametrize(("num_lost", "num_readings"), [(1, 0), (2, 1)])
+def test_a_share_at_its_bound_is_no_reading(num_lost: int, num_readings: int) -> None:
+    """Of ten equal updates, one or two vanish in a large weight."""
+    weight = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
+    weight.data[:num_lost] = 100.0
+    weight.grad = torch.ones_like(weight)
+    check = ng.check(nn.ParameterList([weight]), torch.optim.SGD([weight], lr=2.0**-10))
+    assert len(check) == num_readings

@@ -133,20 +133,6 @@ def test_scales() -> None:
     assert round_to(below, "float8_e8m0fnu", saturate=True).tolist() == [2.0**-127] * 5 + [2.0**127]
 
 
-def test_what_does_not_fit() -> None:
-    x = torch.tensor([math.inf, -math.inf, 1e9, -1e9, math.nan])
-    cases: dict[tuple[str, bool], list[float]] = {
-        ("float8_e5m2", False): [math.inf, -math.inf, math.inf, -math.inf],
-        ("float8_e5m2", True): [57344, -57344, 57344, -57344],
-        ("float8_e4m3fn", False): [math.nan] * 4,
-        ("float8_e4m3fn", True): [448, -448, 448, -448],
-    }
-    for (name, saturate), expected in cases.items():
-        ours = round_to(x, name, saturate=saturate)
-        assert mismatches(ours, np.array([*expected, math.nan])) == 0, name
-        assert ours[ours.isnan()].view(torch.int32).eq(0x7FC00000).all()
-
-
 def z_score(ups: int, draws: int, probability: float) -> float:
     """How many standard deviations the count of roundings up lies from its expectation."""
     return (ups - draws * probability) / math.sqrt(draws * probability * (1 - probability))

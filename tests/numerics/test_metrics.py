@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from narrowgauge.numerics import chunks, metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
@@ -20,10 +19,6 @@ from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.computes import COMPUTES
 from oracles.exact_sums import update_sums as oracle_sums
 from tensors import gaussian, update_sums
-
-
-def lost_decay(sums: Tensor) -> Tensor:
-    return update_metrics(sums)["lost_decay"]
 
 
 @pytest.mark.parametrize("chunk", [chunks.CHUNK, 7])
@@ -58,35 +53,17 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
     assert reading["imprecision_share"] == pytest.approx(4 / 6)
 
 
-def test_lost_decay_against_fractions() -> None:
-    """``cc`` and ``ct`` are read of enough spacings."""
-    c = gaussian(200, seed=5).double()
-    t = gaussian(200, seed=6).double()
-    for stored, expected in (
-        (c, 0.0),
-        (0.5 * c, 0.5),
-        (t, 1 - float((c * t).sum() / (c * c).sum())),
-    ):
-        sums = update_sums(c, c, c)
-        sums[UPDATE_SUMS.index("cc")] = c.square().sum()
-        sums[UPDATE_SUMS.index("ct")] = (c * stored).sum()
-        assert lost_decay(sums).isnan()
-        sums[UPDATE_SUMS.index("spacings")] = 400
-        assert lost_decay(sums).item() == pytest.approx(expected, abs=1e-12)
+def test_a_lost_decay_needs_enough_spacings() -> None:
+    sums = torch.ones(len(UPDATE_SUMS))
+    for spacings, is_known in ((399, False), (400, True)):
+        sums[UPDATE_SUMS.index("spacings")] = spacings
+        assert update_metrics(sums)["lost_decay"].isnan() != is_known
 
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_amax_and_rms_are_those_of_the_values(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax_is_the_largest_magnitude(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.5, -4.0], [0.25, 2.0]], dtype=dtype)
-    assert largest_magnitude(x).item() == 4.0
-    digits = 2**-8 if dtype is torch.bfloat16 else 1e-6
-    assert metrics.rms(x).item() == pytest.approx(
-        math.sqrt((0.25 + 16 + 0.0625 + 4) / 4), rel=digits
-    )
-    assert largest_magnitude(x[:0]).item() == metrics.rms(x[:0]).item() == 0.0
+    assert largest_magnitude(x).item() == 4.0 and largest_magnitude(x[:0]).item() == 0.0
 
 
 @pytest.mark.parametrize("name", ["float8-row", "int8-row"])

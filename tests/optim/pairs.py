@@ -109,7 +109,9 @@ def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:
 
 def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
     """Return what a printed step is of."""
-    row = build(rule, parameters(storage, [(2, 2)]), storage).rule
+    optimizer = build(rule, parameters(storage, [(2, 2)]), storage)
+    (group,) = optimizer.param_groups
+    row = optimizer.kernels.rule_in(group, group["params"][0])  # SGD's depends on its momentum
     return row, STORAGES[storage].keeping(row.stored_states)
 
 

@@ -223,3 +223,11 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
     after = centred[:, :, 1:].reshape(3, -1)
     across = np.corrcoef(before, after)[:3, 3:]
     assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
+
+
+@exhaustive("storage", [row for row in STORAGES.values() if row.weight.parts == 2])
+def test_a_weight_of_two_parts_has_the_digits_of_both(storage: Storage) -> None:
+    x = torch.randn(1 << 12)
+    _, stored = through_words(storage, x, None)
+    bound = 2.0 ** (-2 * storage.weight.mantissa_bits - 2) * x.abs() + 2.0**-24
+    assert ((stored - x).abs() <= bound).all()

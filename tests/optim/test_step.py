@@ -332,3 +332,15 @@ def test_a_step_is_shown_by_the_functions_that_it_names() -> None:
 def test_a_step_that_has_no_kernel_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ng.errors.RecipeError, match=r"Cannot show|no storage"):
         step_text(*words)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_tensor_of_any_length_is_stepped_to_its_end() -> None:
+    """A kernel reads whole vectors of 16 bytes where a tensor consists of them."""
+    results = []
+    for compile in (True, False):
+        params = parameters("word", [(length,) for length in range(14, 36)])
+        optimizer = ng.AdamW(params, storage="word", compile=compile)
+        take_steps(optimizer, range(1))
+        results.append(everything(optimizer))
+    assert_same_bits(*results)

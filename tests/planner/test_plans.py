@@ -56,6 +56,13 @@ def test_what_layers_keep_by_hand() -> None:
     assert kept == sorted(kept, reverse=True) and kept[2] == 8 * 32 * 2 * 4096 * 4096
 
 
+def test_the_first_of_three_stages_has_no_logits() -> None:
+    """Of two, the last is counted with the first."""
+    for stages in (1, 2, 3, 4):
+        logits = estimate(layout=Layout(pipeline=stages, micro_batches=8)).memory["logits"]
+        assert (logits > 0) == (stages <= 2)
+
+
 def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
     """LoRA of 70B on one H100: 144 GB stayed on the chip once, and the host had 3."""
     job = estimate("deepspeed,offload=true", Layout(recompute="full"), model="llama-70b", lora=16)
@@ -146,6 +153,8 @@ def test_what_fits_instead_is_named_and_fits() -> None:
     for question, texts in (
         ({"model": "llama-8b", "chip": "RTX-4090", "lora": 16, "sequence_length": 8192}, ["--base nf4"]),
         ({"model": "llama-33b", "recipes": "bfloat16/word", "chip": "H100-SXM"}, ["offload=true", "--lora 16 --base nf4"]),
+        ({"model": "llama-8b", "recipes": "bfloat16/word", "chip": "H100-SXM", "program": "compiled,loss=chunked",
+          "sequence_length": 131_072}, ["--sequence-length 32768", "--sequence-length 16384"]),
     ):  # fmt: skip
         answer = plan(**question)
         assert not answer.best.fits and 1 <= len(answer.instead) <= 4

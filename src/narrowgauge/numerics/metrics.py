@@ -1,5 +1,5 @@
-"""Metrics: the loss of an update in storage, the loss of a tensor in a cast, and the distribution
-of a tensor's values.
+"""Metrics: the loss of an update in storage, the loss of a tensor in a cast, and the size of its
+values.
 
 *Updates.* An optimizer intends a change D. The stored weight changes by E, since w + D is rounded.
 The visible weight changes by V. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`).
@@ -16,7 +16,6 @@ results to the host once.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -86,18 +85,6 @@ def update_metrics(sums: Tensor) -> dict[str, Tensor]:
 
 
 # ── the values of a tensor ────────────────────────────────────────────────────────────────────────
-
-
-def rms(x: Tensor) -> Tensor:
-    """Return the root of the mean square, 0-d float32.
-
-    It has three digits in bfloat16, and is 0 for no values.
-    """
-    # The tensor's own dtype is twice as fast, and still adds in float32. Float16 lacks the range
-    # for the result.
-    wide = torch.float32 if x.dtype is torch.float16 else None
-    norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=wide)
-    return norm.float() / math.sqrt(max(1, x.numel()))
 
 
 def power_of_rms(x: Tensor) -> Tensor:
