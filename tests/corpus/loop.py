@@ -1,24 +1,24 @@
-"""A tiny training loop in plain PyTorch, with an update rule by hand. A row of the corpus changes a line or a stage of it.
+"""A small language model, its loss, and a training loop in plain PyTorch: the text that the rows of the corpus edit.
 
-A two-layer transformer with rotary attention learns a synthetic sequence. Rows add lines where a comment stands alone.
+The loop trains on a synthetic sequence. The last lines are a single step, without attention. Rows add lines where a comment
+stands alone.
 """
 
 # fmt: off
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
-VOCABULARY, WIDTH, LENGTH, BATCH, IGNORED, PADDING = 64, 32, 16, 8, -100, 0
+VOCABULARY, WIDTH, LENGTH, BATCH, PADDING = 32, 16, 16, 8, 0
+IGNORED = -100
 
 Group = dict[str, Any]
 Groups = list[Group]
@@ -61,73 +61,84 @@ nesterov: Callable[[Groups], torch.optim.Optimizer] = partial(torch.optim.SGD, m
 # more classes
 
 
-class Norm(nn.Module):
-    """RMS norm."""
+def straight(x: Tensor, values: Tensor) -> Tensor:
+    """Return values with the gradient of ``x``."""
+    return x + (values - x).detach()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+def float8(x: Tensor, largest: Tensor, dtype=torch.float8_e4m3fn) -> Tensor:
+    scale = torch.finfo(dtype).max / largest.clamp_min(1e-12).float()
+    return ((x.float() * scale).to(dtype).float() / scale).to(x.dtype)
+
+
+def cast(x: Tensor) -> Tensor:
+    return x  # no cast
+
+
+class Linear(nn.Linear):
+    """A layer that may cast its operands."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return F.linear(cast(x), cast(self.weight), self.bias)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn each pair of features by the angle of its position."""
-    first, second = x.float().chunk(2, -1)
+def attention(x: Tensor, mask: Tensor) -> Tensor:
+    """Return what each position attends to. Its features, turned by the angle of the position, are its query and its key."""
+    angles = torch.arange(len(mask))[:, None] * 1e4 ** (-torch.arange(8) / 8)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-
-def split_heads(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (2, -1)).transpose(1, 2)
-
-
-class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and with a residual."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.attention_norm, self.mlp_norm = Norm(), Norm()
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.query_key_norm: Callable[[Tensor], Tensor] = lambda x: x
-
-    def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
-        normed = self.attention_norm(x)
-        q, k = (rotate(self.query_key_norm(split_heads(y)), angles) for y in (self.query(normed), self.key(normed)))
-        heads = self.attend(q, k, split_heads(self.value(normed)), mask)
-        x = x + functional.dropout(self.output(heads.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x)))
+    first, second = x.float().chunk(2, -1)
+    q = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return F.scaled_dot_product_attention(q, q, x, attn_mask=mask)
 
 
 class Model(nn.Module):
-    """The transformer."""
+    """An embedding, attention without weights, a projection that is used twice, and a head."""
 
-    def __init__(self, dropout: float, is_tied: bool) -> None:
+    attended: Tensor | None = None
+
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.norm, self.head = Norm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.frequencies = 1e4 ** (-torch.arange(8) / 8)
-        self.config = SimpleNamespace(pad_token_id=PADDING)
-        if is_tied:
-            self.head.weight = self.embedding.weight
-            nn.init.normal_(self.embedding.weight, std=0.1)
+        self.embed = nn.Embedding(32, 16)
+        self.shared = Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.dropout = nn.Dropout(0.0)
+        self.head = nn.Linear(16, 32, bias=False)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        angles = torch.arange(tokens.shape[1])[:, None] * self.frequencies
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, angles, mask)
-        return self.head(self.norm(x))
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.attended is not None:
+            x = x + attention(x, self.attended)
+        h = self.shared(self.norm(x))
+        x = x + self.shared(F.gelu(h))
+        return self.head(self.dropout(x))
+
+
+def tokens_of(part: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels. Later micro-batches have more ignored labels."""
+    generator = torch.Generator().manual_seed(part)
+    tokens = torch.randint(0, 32, (4, 17), generator=generator)
+    labels = tokens[:, 1:].clone()
+    if part:
+        labels[:, 3 * part :] = IGNORED
+    return tokens[:, :-1], labels
+
+
+def count(batch) -> Tensor:
+    return (batch[1] != IGNORED).sum()
+
+
+def summed(model, batch) -> Tensor:
+    logits = model(batch[0]).float().flatten(0, 1)
+    # at loss
+    return F.cross_entropy(logits, batch[1].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def loss(model, batch) -> Tensor:
+    return summed(model, batch) / count(batch)
+
+
+def optimizer_of(model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 class Adapter(nn.Module):
@@ -154,21 +165,16 @@ class Settings:
     rate_factor: Callable[[int], float] = lambda step: min(1.0, step / 8)
     micro_batches: int = 4
     clip: float = 0.25
-    seed: int = 0
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     loss_scale: float = 0.0
     growth_interval: int = 20
     dropout: float = 0.0
-    smoothing: float = 0.0
     is_tied: bool = False
-    has_query_key_norm: bool = False
     has_adapters: bool = False
     frozen: tuple[str, ...] = ()
     is_padded: bool = False
-    has_prompts: bool = False
     is_packed: bool = False
-    has_average: bool = False
     evaluates: bool = False
     resumes: bool = False
 
@@ -179,21 +185,23 @@ class Loop:
     def __init__(self, settings: Settings, steps: int = 3) -> None:
         self.settings, self.steps, self.step, self.losses = settings, steps, 0, []
         self.resume_step, self.evaluate_every = steps // 2 + 1, max(1, steps // 3)
-        torch.manual_seed(settings.seed)
-        self.model = Model(settings.dropout, settings.is_tied).to(settings.dtype)
-        if settings.has_query_key_norm:
-            for block in self.model.blocks:
-                block.query_key_norm = lambda x: functional.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
-                nn.init.normal_(block.query.weight, std=1e-5)
+        torch.random.manual_seed(0)
+        self.model: Any = Model().to(settings.dtype)
+        self.model.dropout.p = settings.dropout
+        self.model.attended = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        if settings.is_packed:  # a row holds two documents
+            self.model.attended[LENGTH // 2 :, : LENGTH // 2] = False
+        if settings.is_tied:
+            self.model.head.weight = self.model.embed.weight
+            nn.init.normal_(self.model.embed.weight, std=0.1)
         if settings.has_adapters:
             self.model.requires_grad_(False)
-            for block in self.model.blocks:
-                block.query, block.value = Adapter(block.query), Adapter(block.value)
+            self.model.shared = Adapter(self.model.shared)
         for name in settings.frozen:
             self.model.get_submodule(name).requires_grad_(False)
         self.optimizer: Any = settings.optimizer(self.groups())
         self.others: list[torch.optim.Optimizer] = []
-        self.average = copy.deepcopy(self.model) if settings.has_average else None
+        self.after_step: Callable[[Tensor], object] = lambda loss: None
         self.scaler = self.new_scaler(settings.loss_scale) if settings.loss_scale else None
         # at start
 
@@ -217,53 +225,40 @@ class Loop:
 
     def read(self, place: int) -> Tensor:
         generator = torch.Generator().manual_seed(place)
-        tokens = torch.randint(1, VOCABULARY // 4, (BATCH, LENGTH), generator=generator).cumsum(1) % VOCABULARY
+        tokens = torch.randint(1, VOCABULARY // 4, (BATCH, LENGTH + 1), generator=generator).cumsum(1) % VOCABULARY
         if self.settings.is_padded:
             tokens = tokens.clamp_min(1)
             for row in range(BATCH):
                 tokens[row, 4 + row % 12 :] = PADDING
         return tokens
 
-    def split(self, tokens: Tensor) -> list[Tensor]:
-        return list(tokens.chunk(self.settings.micro_batches))
-
     def labels(self, tokens: Tensor) -> Tensor:
         """Return the targets, not yet shifted."""
         labels = tokens.clone()
         if self.settings.is_padded:
             labels[tokens == PADDING] = IGNORED
-        if self.settings.has_prompts:
-            labels[:, : labels.shape[1] // 2] = IGNORED
         if self.settings.is_packed:
-            labels[:, labels.shape[1] // 2] = IGNORED  # nothing predicts the first token of the second document
+            labels[:, LENGTH // 2] = IGNORED  # nothing predicts the first token of the second document
+        # at labels
         return labels
 
-    def mask(self, length: int) -> Tensor:
-        """Return which positions each position attends to. A packed row holds two documents."""
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        if self.settings.is_packed:
-            mask[length // 2 :, : length // 2] = False
-        return mask
+    def batches(self, place: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the micro-batches of a step: tokens, and their labels."""
+        tokens = self.read(place)
+        parts = self.settings.micro_batches
+        return [*zip(tokens[:, :-1].chunk(parts), self.labels(tokens)[:, 1:].chunk(parts), strict=True)]
 
     def logits(self, tokens: Tensor) -> Tensor:
         dtype = self.settings.autocast
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            return self.model(tokens, self.mask(tokens.shape[1]))
+            return self.model(tokens)
 
-    def count(self, labels: Tensor) -> int:
-        return int((labels[:, 1:] != IGNORED).sum())
+    def summed(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return summed(self.logits, batch)
 
-    def summed(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the cross entropies of the next tokens."""
-        # at loss
-        return functional.cross_entropy(
-            logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum",
-            label_smoothing=self.settings.smoothing,
-        )  # fmt: skip
-
-    def loss(self, logits: Tensor, labels: Tensor, total: int) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean over the step's ``total`` tokens."""
-        return self.summed(logits, labels) / total
+        return self.summed(batch) / total
 
     def backward(self, loss: Tensor, number: int) -> None:
         # before backward
@@ -277,7 +272,8 @@ class Loop:
 
     def clip(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self.trained()])
-        nn.utils.clip_grads_with_norm_(self.trained(), self.settings.clip or math.inf, norm)
+        if self.settings.clip:
+            nn.utils.clip_grads_with_norm_(self.trained(), self.settings.clip, norm)
         return norm
 
     def update(self) -> None:
@@ -292,13 +288,6 @@ class Loop:
     def zero(self) -> None:
         self.optimizer.zero_grad()
 
-    def update_average(self) -> None:
-        for mean, p in self.averages():
-            mean.lerp_(p, 0.05)
-
-    def averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.average.parameters(), self.model.parameters(), strict=True) if self.average else iter(())
-
     def resume(self) -> None:
         """Continue from a checkpoint that holds everything."""
         self.model.load_state_dict(copy.deepcopy(self.model.state_dict()))
@@ -309,12 +298,6 @@ class Loop:
     def before_evaluation(self) -> None:
         self.model.eval()
         # before evaluation
-
-    def evaluate(self) -> float:
-        """Return the mean loss per held-out token."""
-        tokens = [self.read(10_000 + place) for place in range(2)]
-        total = sum(self.summed(self.logits(t), self.labels(t)) for t in tokens)
-        return float(total) / sum(self.count(self.labels(t)) for t in tokens)
 
     def after_evaluation(self) -> None:
         self.model.train()
@@ -327,28 +310,38 @@ class Loop:
             if self.settings.resumes and self.step == self.resume_step:
                 with torch.no_grad():
                     self.resume()
-            self.losses.append(float(self.one_step()))
+            loss = self.one_step()
+            self.after_step(loss)
+            self.losses.append(float(loss))
             if self.settings.evaluates and self.step % self.evaluate_every == 0:
                 self.before_evaluation()
                 with torch.no_grad():
-                    self.evaluate()
+                    self.summed(self.batches(10_000)[0])
                 self.after_evaluation()
         return self.losses
 
     def one_step(self) -> Tensor:
         self.schedule(self.step)
-        parts = self.split(self.read(self.step))
-        labels = [self.labels(part) for part in parts]
-        total = sum(self.count(part) for part in labels)
-        losses = []
-        for number, part in enumerate(parts):
-            loss = self.loss(self.logits(part), labels[number], total)
-            self.backward(loss, number)
-            losses.append(loss.detach())
+        loss = self.passes(self.batches(self.step))
         self.before_clip()
         self.clip()
         self.update()
         self.zero()
-        with torch.no_grad():
-            self.update_average()
+        return loss
+
+    def passes(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Add the gradients of all micro-batches, and return the loss of the step."""
+        total = sum(count(batch) for batch in batches)
+        losses = []
+        for number, batch in enumerate(batches):
+            loss = self.loss(batch, total)
+            self.backward(loss, number)
+            losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+
+torch.manual_seed(0)
+model = Model()
+optimizer = optimizer_of(model)
+batch = tokens_of(0)
+backward = None

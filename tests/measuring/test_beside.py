@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import narrowgauge as ng
 from narrowgauge.measuring.beside import Beside
 from narrowgauge.measuring.passes import Passes
 from narrowgauge.measuring.policies.wide import Wide
-
-
-class Model(nn.Module):
-    def __init__(self, linear: type[nn.Linear]) -> None:
-        super().__init__()
-        self.first, self.second = linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x).float() - 1).square().mean()
-
-
-def asked(model: nn.Module) -> Any:
-    batch = torch.randn(64, 16).to(next(model.parameters()).dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0)
-    return ng.check(model, optimizer, batch=batch, loss=loss_of)
 
 
 def language_model() -> nn.Module:
@@ -70,48 +49,3 @@ def test_masks_changed_in_place_change_their_shadow() -> None:
     exact = x.detach().double() * 3
     expected = 3.0 * ((exact > -1) & (exact < 1) | (exact > 2))
     assert torch.equal(wide.of(x.grad), expected)
-
-
-class Cast(Tensor):
-    """A tensor subclass that holds float8 codes and their scale, as libraries' do."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
-        x = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-        x.codes, x.scale = codes, scale
-        return x
-
-    def __tensor_flatten__(self) -> Any:
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(x: Any) -> Any:
-            return x.codes.float() / x.scale if isinstance(x, Cast) else x
-
-        return func(*map(plain, args), **(kwargs or {}))
-
-
-class ToCast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        scale = 448 / x.detach().abs().amax()
-        return Cast((x * scale).to(torch.float8_e4m3fn), scale)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
-def test_a_tensor_subclass_is_followed() -> None:
-    class Wrapped(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.linear(ToCast.apply(x), ToCast.apply(self.weight), self.bias)
-
-    torch.manual_seed(0)
-    readings = asked(Model(Wrapped))
-    assert not len(readings), readings
-    assert any("roundings of float8_e4m3fn" in line for line in readings.lines), readings

@@ -14,7 +14,7 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.torch_support import torch_names
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # Python 3.10 has none in typing
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INNER = ("matmul", "measuring", "numerics", "torch_support", "transforms")
@@ -120,7 +117,7 @@ class Beside(TorchDispatchMode):
             policy.after(operation, note)
         return operation.result
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         for name in ("layer_output", "gradients"):
             run = getattr(layer_matmuls, name)
             self._undo.callback(setattr, layer_matmuls, name, run)

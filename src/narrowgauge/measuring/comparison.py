@@ -2,7 +2,8 @@
 
 Runs of one seed start from the same weights and read the same batches. So their *paired* difference
 of final validation losses contains little of the seed's effect, and its mean over the seeds gets an
-interval (``intervals.py``). Each recipe is compared with one baseline, which is chosen by its cost,
+interval by Student's t. With two seeds the half width is 12.7 standard errors, since two values
+estimate their spread poorly. Each recipe is compared with one baseline, which is chosen by its cost,
 never by its loss: the best of several equal recipes is the luckiest.
 
 Diverged and unfinished runs enter no average. A recipe is as good as the baseline only if its
@@ -19,12 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.intervals import interval
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, number
-from narrowgauge.spec.significance import MIN_EDQ
+from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.tables import Table, json_value
 
 NEGLIGIBLE = 1e-3
@@ -156,6 +156,17 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     if any(row["difference"] is not None for row in rows.values()):
         verdict = _cheapest(list(rows.values()), base)
     return Comparison(tuple(rows.values()), baseline, verdict, ACCEPTABLE * loss)
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite
+    for one seed.
+    """
+    mean = statistics.fmean(differences)
+    size = len(differences)
+    if size < 2 or not math.isfinite(mean):
+        return mean, math.inf
+    return mean, student_t(size - 1) * math.sqrt(statistics.variance(differences) / size)
 
 
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────

@@ -112,11 +112,10 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'spike')]
     """
-    runs = []
-    for one in (run, other):
-        if one is not None:
-            runs.append(one if isinstance(one, Run) else read_run(one))
-    return Diagnosis(*runs) if other is None else TwoRuns(*runs)
+    first = run if isinstance(run, Run) else read_run(run)
+    if other is None:
+        return Diagnosis(first)
+    return TwoRuns(first, other if isinstance(other, Run) else read_run(other))
 
 
 def is_finished(run: Run) -> bool:

@@ -8,7 +8,6 @@ log-probabilities −w target: p are the probabilities, w is the weight of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
-from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.reading import Readings
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table
@@ -105,7 +104,7 @@ def teaches(
     most = max(softmax.classes for softmax in softmaxes)
     softmaxes = [softmax for softmax in softmaxes if softmax.classes == most]
     lesson.taught = facts = _facts(softmaxes, _padding_of(model))
-    lesson.readings = list(_readings(facts))
+    _add_readings(facts, lesson)
     lesson.lines = Table([facts], _SHOWN).plain().splitlines()
     if facts["excess"]:
         lesson.lines.append(
@@ -264,14 +263,12 @@ def _padding_of(model: nn.Module) -> Any:
     return None
 
 
-def _readings(facts: dict[str, Any]) -> Iterator[Reading]:
+def _add_readings(facts: dict[str, Any], lesson: Lesson) -> None:
     shift = facts["shift"]
     # The first padding token of a sequence may be the end of its text.
     if shift is not None and shift > 1:
-        yield measured("wrong-labels", "", facts["learned"], 0)
+        lesson.add("wrong-labels", "", facts["learned"])
     elif shift is not None and facts["padding_learned"] > facts["sequences"]:
-        yield measured("wrong-labels", "", facts["padding_learned"], 0)
+        lesson.add("wrong-labels", "", facts["padding_learned"])
     if facts["dtype"] in ("bfloat16", "float16"):
-        yield measured(
-            "loss-rounding", "the log-softmax", unit_of(getattr(torch, facts["dtype"])), 0
-        )
+        lesson.add("loss-rounding", "the log-softmax", unit_of(getattr(torch, facts["dtype"])))

@@ -278,8 +278,7 @@ def _compare_places(
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     wrong = [place for place, value in differences.items() if value > bounds[place]]
     if wrong:
-        numbers = differences[wrong[0]], 0.0, bounds[wrong[0]]
-        result.readings.append(measured("other-outputs", wrong, *numbers))
+        result.add("other-outputs", wrong, differences[wrong[0]], 0.0, bounds[wrong[0]])
     return unusual
 
 

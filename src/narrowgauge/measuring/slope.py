@@ -81,10 +81,11 @@ class Along:
             ):
                 self.padding[module.weight] = module.padding_idx
         are_finite = math.isfinite(first.value) and all(map(is_finite, first.shadows.values()))
-        if first.wide.cuts and not (first.shadows and are_finite):
-            raise ArithmeticError(f"not followed through {', '.join(first.wide.cuts)}")
         if not first.shadows or not are_finite:
-            raise ArithmeticError("it is not finite, or has no gradient")
+            reason = "it is not finite, or has no gradient"
+            if first.wide.cuts:
+                reason = f"not followed through {', '.join(first.wide.cuts)}"
+            raise ArithmeticError(reason)
 
     def _run(self, call: Callable[[], Any], shifts: Any = ()) -> Pass:
         wide = Wide(shifts=shifts, is_smooth=True)

@@ -21,7 +21,7 @@ class Step:
     Args:
         step: optimizer steps done.
         loss: of the step, of this rank.
-        lr: rate of the first group of the last optimizer; ``rate`` is the largest of all groups.
+        rate: the largest learning rate of all groups.
         grad_norm: of all gradients before a clip, as the loop or the optimizer gives it.
         skipped: the update was not applied.
         limit: norm to which the loop clips, as it was declared.
@@ -39,7 +39,6 @@ class Step:
 
     step: int
     loss: float | None = None
-    lr: float | None = None
     rate: float | None = None
     grad_norm: float | None = None
     skipped: float | None = None

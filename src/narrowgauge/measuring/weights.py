@@ -164,7 +164,7 @@ def compare_weights(first: Weights, second: Weights) -> Same:
             result.lines.append(f"only in the {side}, or in another shape: {told(lone)}")
     bad = [row["name"] for row in rows if row["nonfinite"]]
     if unlike:
-        result.readings.append(measured("other-weights", unlike, len(set(unlike)), 0))
+        result.add("other-weights", unlike, len(set(unlike)))
     if bad:
         result.readings.append(measured("nonfinite", bad, len(bad), 0, stage="start"))
     return result

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in
+from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in, is_finite
 from narrowgauge.spec.formats import dtype_name
 
 
@@ -42,10 +42,10 @@ class Finite:
 
 def _counts(x: torch.Tensor) -> dict[str, int]:
     """Return how many values are NaN and how many infinite, if any."""
+    if is_finite(x):
+        return {}
     values = x.detach()
     if values.element_size() == 1:
         values = values.float()
-    if bool(values.isfinite().all()):
-        return {}
     counts = {"NaN": int(values.isnan().sum()), "infinity": int(values.isinf().sum())}
     return {kind: count for kind, count in counts.items() if count}

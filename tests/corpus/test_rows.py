@@ -1,0 +1,51 @@
+"""What check, teaches and a recorded run read of each fault, and of each healthy program."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from corpus.rows import COLUMNS, FAULTS, HEALTHY, LESSONS, PROGRAMS, Row
+from measuring.conftest import loud as loud
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.reading import Reading
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+
+def is_at(row: Row, reading: Reading) -> bool:
+    """Return whether a reading has the place and the value of a row."""
+    if not re.search(row.tensor, reading.tensor):
+        return False
+    for name in ("step", "stage", "value"):
+        expected = getattr(row, name)
+        if expected is not None and getattr(reading, name) != pytest.approx(expected):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("row", [*FAULTS, *HEALTHY, *PROGRAMS, *LESSONS], ids=lambda row: row.name)
+def test_a_row_is_read_as_the_table_says(row: Row, tmp_path: Path) -> None:
+    told: list[Reading] = []
+    for column in row.asked:
+        result = COLUMNS[column](row, tmp_path / "run")
+        assert {r.what for r in result.serious} == {*getattr(row, column)}, result
+        told += result
+        assert all(words in str(result) for words in row.says), result
+        if row.taught:
+            taught = {name: result.taught[name] for name in row.taught}
+            assert taught == pytest.approx(row.taught, abs=5e-5)
+        if not row.is_loop and row.section == "healthy":
+            (slope,) = [line for line in result.lines if line.startswith("slope: ")]
+            assert float(slope.partition("within ")[2]) <= 1e-8, slope
+    assert any(is_at(row, reading) for reading in told) or not (told or row.tensor), told
+
+
+def test_each_kind_of_the_check_has_a_fault_that_it_reads() -> None:
+    by_check = {name for name, kind in KINDS.items() if kind.by.startswith("ng.check")}
+    read = set()
+    for row in (*FAULTS, *PROGRAMS):
+        read.update(row.check)
+    assert by_check <= read
