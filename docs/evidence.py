@@ -159,6 +159,15 @@ def mean(runs: list[Row], field: str, form: str) -> str:
     return format(statistics.fmean(values), form) if values else "–"
 
 
+def series(runs: list[Row], field: str) -> str:
+    """Return the field of each run that has it, behind the run's name."""
+    texts = []
+    for run in runs:
+        if field in run:
+            texts.append(f"`{run['row']}` {run[field]}")
+    return ", ".join(texts)
+
+
 def cell(spec: Row) -> str:
     """Return the figure of a cell.
 
@@ -166,13 +175,11 @@ def cell(spec: Row) -> str:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
-            ``seeds``, the loss ``less`` the baseline's or its ``change`` from the first one, how
-            far it is ``ahead`` in 0.001 nats, or which share of the baseline's fall is ``kept``; in
-            a ``form``. Or a ``key``.
+            text of each run as a ``series``, the ``seeds``, the loss ``less`` the baseline's or its
+            ``change`` from the first one, how far it is ``ahead`` in 0.001 nats, or which share of
+            the baseline's fall is ``kept``; in a ``form``.
     """
     how = spec["show"]
-    if how == "evidence":
-        return figure(evidence()[spec["key"]]) if "key" in spec else "–"
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     runs = chosen(records, spec["where"], spec.get("step"))
     both: Pairs = []
@@ -183,7 +190,9 @@ def cell(spec: Row) -> str:
     if not runs:
         return "–"
     if how == "text":
-        return str(runs[0][spec["field"]] or "–")
+        return str(runs[0].get(spec["field"]) or "–")
+    if how == "series":
+        return series(runs, spec["field"])
     if how == "seeds":
         return str(len({run["seed"] for run in runs}))
     if how == "mean":
@@ -217,8 +226,8 @@ def table(spec: Row) -> str:
 
     Args:
         spec: ``columns`` and ``rows`` with a title and parts of a cell. A row may be the name of
-            runs alone, and without ``rows`` every name has one. A column may ``pick`` one of several
-            names in a row, and may name other ``records``.
+            runs alone, and without ``rows`` every name has one. A column may name other
+            ``records``, where the runs of a row may have another name, as which they are ``timed``.
     """
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     names = dict.fromkeys(run["row"] for run in chosen(records, spec["where"]))
@@ -232,9 +241,7 @@ def table(spec: Row) -> str:
             where = {**spec["where"], **row["where"]}
             if "records" in column:
                 # These runs have nothing else in common with those of the other columns.
-                shared, where = {}, {"row": where.get("row")}
-            if "pick" in column:
-                where["row"] = row.get(column["pick"])
+                shared, where = {}, {"row": row.get("timed", where.get("row"))}
             where |= column.get("where", {})
             cells.append(cell({**shared, **column, "where": where}))
         lines.append(cells)
@@ -295,20 +302,17 @@ def is_of_today(row: Row) -> bool:
 
 
 def section_table(name: str) -> str:
-    """Return a section as RESULTS.md shows it."""
+    """Return a section as RESULTS.md shows it. † marks a figure that holds on other bits today."""
     lines = []
     for row in sections()[name]:
-        target = row["target"] or "–"
-        if row["missed"]:
-            target += ": **missed**"
-        day = date.fromisoformat(row["date"])
-        measured = f"{day.day} {day:%B}, {row['machine']}"
+        target = row["target"] if row["missed"] else "–"
+        measured = f"{row['date']}, {row['machine']}"
         if not is_of_today(row):
-            measured = f"other bits since {measured}"
+            measured += "†"
         claim = ("Held out: " if row["held_out"] else "") + row["claim"]
         command = f"`{row['command']}`" if row["command"] else "not recorded"
         lines.append([claim, figure(row), target, measured, command])
-    return markdown(["what", "figure", "target", "measured", "command"], lines)
+    return markdown(["what", "figure", "missed target", "measured", "command"], lines)
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────
