@@ -112,30 +112,30 @@ def interval(values: Sequence[float]) -> str:
     return text
 
 
-def apart(both: Pairs) -> list[float]:
+def differences(paired: Pairs) -> list[float]:
     """Return the losses less the baseline's, one mean a seed; infinite where a run diverged.
 
     Two machines repeat a seed's weights and text, so that their pairs are no two samples.
     """
     by_seed: dict[int, list[float]] = {}
-    for run, base in both:
+    for run, base in paired:
         loss = math.inf if run["loss"] is None else run["loss"] - base["loss"]
         by_seed.setdefault(run["seed"], []).append(loss)
     return [statistics.fmean(losses) for losses in by_seed.values()]
 
 
-def less(both: Pairs) -> str:
+def less(paired: Pairs) -> str:
     """Return the interval over all machines, and that of each machine where two disagree.
 
     Machines disagree if their means differ in sign, or by more than both half intervals. A machine
     of one seed has no interval and is not asked.
     """
     machines = {}
-    for name in dict.fromkeys(run["vectors"] for run, _ in both):
-        losses = apart([pair for pair in both if pair[0]["vectors"] == name])
+    for name in dict.fromkeys(run["vectors"] for run, _ in paired):
+        losses = differences([pair for pair in paired if pair[0]["vectors"] == name])
         if len(losses) > 1 and all(map(math.isfinite, losses)):
             machines[name] = losses
-    text = interval(apart(both))
+    text = interval(differences(paired))
     for first, second in itertools.combinations(machines.values(), 2):
         means = statistics.fmean(first), statistics.fmean(second)
         reach = half_interval(first) + half_interval(second)
@@ -145,13 +145,13 @@ def less(both: Pairs) -> str:
     return text
 
 
-def kept(both: Pairs) -> float:
+def fraction_kept(paired: Pairs) -> float:
     """Return which share of the fall of the baseline's losses the runs reach.
 
     A format that rounds the weights begins above the checkpoint, where the baseline begins.
     """
-    fall = statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in both)
-    return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in both)
+    fall = statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in paired)
+    return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in paired)
 
 
 def mean(runs: list[Row], field: str, form: str) -> str:
@@ -182,11 +182,11 @@ def cell(spec: Row) -> str:
     how = spec["show"]
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     runs = chosen(records, spec["where"], spec.get("step"))
-    both: Pairs = []
+    paired: Pairs = []
     if "baseline" in spec:
         where = {**spec["where"], "row": spec["baseline"]}
-        both = pairs(runs, chosen(records, where, spec.get("step")))
-        runs = [run for run, _ in both]
+        paired = pairs(runs, chosen(records, where, spec.get("step")))
+        runs = [run for run, _ in paired]
     if not runs:
         return "–"
     if how == "text":
@@ -198,13 +198,13 @@ def cell(spec: Row) -> str:
     if how == "mean":
         text = mean(runs, spec["field"], spec["form"])
     elif how == "less":
-        text = less(both)
+        text = less(paired)
     elif how == "change":
         text = interval([run["loss"] - run["losses"]["0"] for run in runs])
     elif how == "ahead":
-        text = f"{-1e3 * statistics.fmean(apart(both)):+.2f}"
+        text = f"{-1e3 * statistics.fmean(differences(paired)):+.2f}"
     else:
-        text = format(kept(both), spec["form"])
+        text = format(fraction_kept(paired), spec["form"])
     return text.replace("-", "−").replace("%", " %")
 
 
@@ -266,8 +266,8 @@ def losses() -> str:
     for row in dict.fromkeys(run["row"] for run in records):
         runs = chosen(records, {**where, "row": row})
         recipe = row if "/" in row else f"bfloat16/{row}"
-        both = pairs(runs, masters)
-        costs = apart(both)
+        paired = pairs(runs, masters)
+        costs = differences(paired)
         if len(costs) >= 3 and is_recipe(recipe):
             # 0.0 takes its sign from a cost that rounds to -0.0.
             cost = round(statistics.fmean(costs), 4) + 0.0
