@@ -82,7 +82,7 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
 
 
 def conditions(run: Row) -> tuple[Any, ...]:
-    """Return what the two runs of a pair have in common. The ``unigram`` loss tells their text."""
+    """Return what the two runs of a pair have in common. The ``unigram`` loss names their text."""
     return *map(run.get, SAME), round(run.get("unigram") or 0.0, 6)
 
 
@@ -115,7 +115,7 @@ def interval(values: Sequence[float]) -> str:
 def differences(paired: Pairs) -> list[float]:
     """Return the losses less the baseline's, one mean a seed; infinite where a run diverged.
 
-    Two machines repeat a seed's weights and text, so that their pairs are no two samples.
+    Two machines repeat a seed's weights and text, so their pairs count as one sample.
     """
     by_seed: dict[int, list[float]] = {}
     for run, base in paired:
@@ -146,7 +146,7 @@ def less(paired: Pairs) -> str:
 
 
 def fraction_kept(paired: Pairs) -> float:
-    """Return which share of the fall of the baseline's losses the runs reach.
+    """Return the fall of the runs' losses over that of the baseline's.
 
     A format that rounds the weights begins above the checkpoint, where the baseline begins.
     """
@@ -176,7 +176,7 @@ def cell(spec: Row) -> str:
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
             text of each run as a ``series``, the ``seeds``, the loss ``less`` the baseline's or its
-            ``change`` from the first one, how far it is ``ahead`` in 0.001 nats, or which share of
+            ``change`` from the first one, how far it is ``ahead`` in 0.001 nats, or how much of
             the baseline's fall is ``kept``; in a ``form``.
     """
     how = spec["show"]
