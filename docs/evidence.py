@@ -82,7 +82,7 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
 
 
 def conditions(run: Row) -> tuple[Any, ...]:
-    """Return what the two runs of a pair have in common. The ``unigram`` loss tells their text."""
+    """Return what the two runs of a pair have in common. The ``unigram`` loss names their text."""
     return *map(run.get, SAME), round(run.get("unigram") or 0.0, 6)
 
 
@@ -112,30 +112,30 @@ def interval(values: Sequence[float]) -> str:
     return text
 
 
-def apart(both: Pairs) -> list[float]:
+def differences(paired: Pairs) -> list[float]:
     """Return the losses less the baseline's, one mean a seed; infinite where a run diverged.
 
-    Two machines repeat a seed's weights and text, so that their pairs are no two samples.
+    Two machines repeat a seed's weights and text, so their pairs count as one sample.
     """
     by_seed: dict[int, list[float]] = {}
-    for run, base in both:
+    for run, base in paired:
         loss = math.inf if run["loss"] is None else run["loss"] - base["loss"]
         by_seed.setdefault(run["seed"], []).append(loss)
     return [statistics.fmean(losses) for losses in by_seed.values()]
 
 
-def less(both: Pairs) -> str:
+def less(paired: Pairs) -> str:
     """Return the interval over all machines, and that of each machine where two disagree.
 
     Machines disagree if their means differ in sign, or by more than both half intervals. A machine
     of one seed has no interval and is not asked.
     """
     machines = {}
-    for name in dict.fromkeys(run["vectors"] for run, _ in both):
-        losses = apart([pair for pair in both if pair[0]["vectors"] == name])
+    for name in dict.fromkeys(run["vectors"] for run, _ in paired):
+        losses = differences([pair for pair in paired if pair[0]["vectors"] == name])
         if len(losses) > 1 and all(map(math.isfinite, losses)):
             machines[name] = losses
-    text = interval(apart(both))
+    text = interval(differences(paired))
     for first, second in itertools.combinations(machines.values(), 2):
         means = statistics.fmean(first), statistics.fmean(second)
         reach = half_interval(first) + half_interval(second)
@@ -145,18 +145,27 @@ def less(both: Pairs) -> str:
     return text
 
 
-def kept(both: Pairs) -> float:
-    """Return which share of the fall of the baseline's losses the runs reach.
+def fraction_kept(paired: Pairs) -> float:
+    """Return the fall of the runs' losses over that of the baseline's.
 
     A format that rounds the weights begins above the checkpoint, where the baseline begins.
     """
-    fall = statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in both)
-    return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in both)
+    fall = statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in paired)
+    return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in paired)
 
 
 def mean(runs: list[Row], field: str, form: str) -> str:
     values = [run[field] for run in runs if run.get(field) is not None]
     return format(statistics.fmean(values), form) if values else "–"
+
+
+def series(runs: list[Row], field: str) -> str:
+    """Return the field of each run that has it, behind the run's name."""
+    texts = []
+    for run in runs:
+        if field in run:
+            texts.append(f"`{run['row']}` {run[field]}")
+    return ", ".join(texts)
 
 
 def cell(spec: Row) -> str:
@@ -166,36 +175,36 @@ def cell(spec: Row) -> str:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
-            ``seeds``, the loss ``less`` the baseline's or its ``change`` from the first one, how
-            far it is ``ahead`` in 0.001 nats, or which share of the baseline's fall is ``kept``; in
-            a ``form``. Or a ``key``.
+            text of each run as a ``series``, the ``seeds``, the loss ``less`` the baseline's or its
+            ``change`` from the first one, how far it is ``ahead`` in 0.001 nats, or how much of
+            the baseline's fall is ``kept``; in a ``form``.
     """
     how = spec["show"]
-    if how == "evidence":
-        return figure(evidence()[spec["key"]]) if "key" in spec else "–"
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     runs = chosen(records, spec["where"], spec.get("step"))
-    both: Pairs = []
+    paired: Pairs = []
     if "baseline" in spec:
         where = {**spec["where"], "row": spec["baseline"]}
-        both = pairs(runs, chosen(records, where, spec.get("step")))
-        runs = [run for run, _ in both]
+        paired = pairs(runs, chosen(records, where, spec.get("step")))
+        runs = [run for run, _ in paired]
     if not runs:
         return "–"
     if how == "text":
-        return str(runs[0][spec["field"]] or "–")
+        return str(runs[0].get(spec["field"]) or "–")
+    if how == "series":
+        return series(runs, spec["field"])
     if how == "seeds":
         return str(len({run["seed"] for run in runs}))
     if how == "mean":
         text = mean(runs, spec["field"], spec["form"])
     elif how == "less":
-        text = less(both)
+        text = less(paired)
     elif how == "change":
         text = interval([run["loss"] - run["losses"]["0"] for run in runs])
     elif how == "ahead":
-        text = f"{-1e3 * statistics.fmean(apart(both)):+.2f}"
+        text = f"{-1e3 * statistics.fmean(differences(paired)):+.2f}"
     else:
-        text = format(kept(both), spec["form"])
+        text = format(fraction_kept(paired), spec["form"])
     return text.replace("-", "−").replace("%", " %")
 
 
@@ -217,8 +226,8 @@ def table(spec: Row) -> str:
 
     Args:
         spec: ``columns`` and ``rows`` with a title and parts of a cell. A row may be the name of
-            runs alone, and without ``rows`` every name has one. A column may ``pick`` one of several
-            names in a row, and may name other ``records``.
+            runs alone, and without ``rows`` every name has one. A column may name other
+            ``records``, where the runs of a row may have another name, as which they are ``timed``.
     """
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     names = dict.fromkeys(run["row"] for run in chosen(records, spec["where"]))
@@ -232,9 +241,7 @@ def table(spec: Row) -> str:
             where = {**spec["where"], **row["where"]}
             if "records" in column:
                 # These runs have nothing else in common with those of the other columns.
-                shared, where = {}, {"row": where.get("row")}
-            if "pick" in column:
-                where["row"] = row.get(column["pick"])
+                shared, where = {}, {"row": row.get("timed", where.get("row"))}
             where |= column.get("where", {})
             cells.append(cell({**shared, **column, "where": where}))
         lines.append(cells)
@@ -259,8 +266,8 @@ def losses() -> str:
     for row in dict.fromkeys(run["row"] for run in records):
         runs = chosen(records, {**where, "row": row})
         recipe = row if "/" in row else f"bfloat16/{row}"
-        both = pairs(runs, masters)
-        costs = apart(both)
+        paired = pairs(runs, masters)
+        costs = differences(paired)
         if len(costs) >= 3 and is_recipe(recipe):
             # 0.0 takes its sign from a cost that rounds to -0.0.
             cost = round(statistics.fmean(costs), 4) + 0.0
@@ -295,20 +302,17 @@ def is_of_today(row: Row) -> bool:
 
 
 def section_table(name: str) -> str:
-    """Return a section as RESULTS.md shows it."""
+    """Return a section as RESULTS.md shows it. † marks a figure that holds on other bits today."""
     lines = []
     for row in sections()[name]:
-        target = row["target"] or "–"
-        if row["missed"]:
-            target += ": **missed**"
-        day = date.fromisoformat(row["date"])
-        measured = f"{day.day} {day:%B}, {row['machine']}"
+        target = row["target"] if row["missed"] else "–"
+        measured = f"{row['date']}, {row['machine']}"
         if not is_of_today(row):
-            measured = f"other bits since {measured}"
+            measured += "†"
         claim = ("Held out: " if row["held_out"] else "") + row["claim"]
         command = f"`{row['command']}`" if row["command"] else "not recorded"
         lines.append([claim, figure(row), target, measured, command])
-    return markdown(["what", "figure", "target", "measured", "command"], lines)
+    return markdown(["what", "figure", "missed target", "measured", "command"], lines)
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────

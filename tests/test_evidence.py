@@ -70,7 +70,7 @@ def test_all_pairs_of_one_seed_and_machine_count() -> None:
     both = evidence.pairs(naives, masters)
     assert [ours["loss"] - base["loss"] for ours, base in both] == [0.5, 0.5, 1.5]
     # The seed that two machines repeat counts once.
-    assert evidence.apart(both) == [0.5, 1.0]
+    assert evidence.differences(both) == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_machines_that_disagree_stand_beside_the_pooled_mean(
             masters.append(run_of("master", seed, 0.0, vectors=vectors))
             words.append(run_of("word", seed, loss, vectors=vectors))
     both = evidence.pairs(words, masters)
-    text = evidence.interval(evidence.apart(both))
+    text = evidence.interval(evidence.differences(both))
     if is_shown:
         text += f"; AVX2 {evidence.interval(here)}, AVX512 {evidence.interval(elsewhere)}"
     assert evidence.less(both) == text

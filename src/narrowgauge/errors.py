@@ -103,8 +103,8 @@ def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
 
 def suggestion_or_all(name: str, names: Iterable[str]) -> str:
     """Return the nearest known name, as :func:`suggestion` does, or all of them."""
-    known = list(names)
-    return suggestion(name, known) or f"Known: {', '.join(known)}."
+    choices = list(names)
+    return suggestion(name, choices) or f"Known: {', '.join(choices)}."
 
 
 _EXTRAS = {

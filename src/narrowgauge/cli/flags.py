@@ -62,6 +62,6 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     return flags
 
 
-def given(settings: Mapping[str, Any]) -> dict[str, Any]:
+def passed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that were named on the command line."""
     return {name: value for name, value in settings.items() if value is not None}

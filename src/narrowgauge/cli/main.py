@@ -225,7 +225,7 @@ def train(file: Path | None, **settings: Any) -> None:
     if file is not None:
         named = read_file(file, "settings file", "Name a UTF-8 TOML file.")
         refuse_unknown(named, settings, str(file), RecipeError)
-    _train(named | flags.given(settings))
+    _train(named | flags.passed(settings))
 
 
 @main.command(
@@ -264,7 +264,7 @@ def compare(
         )
     keep_pages()
     comparison, page = comparing.compare_recipes(
-        recipes, flags.given(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)
+        recipes, flags.passed(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)
     )  # fmt: skip
     if as_json:
         return tables.write_json(comparison.rows)

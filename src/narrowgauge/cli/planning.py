@@ -98,7 +98,7 @@ def run_command(as_json: bool, **asked: Any) -> None:
     """
     from narrowgauge.planner.plan import plan
 
-    answer = plan(**flags.given(asked))
+    answer = plan(**flags.passed(asked))
     _show(answer.row(), answer.tables(), answer.sentences(), as_json)
 
 

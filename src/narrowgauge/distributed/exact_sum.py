@@ -104,12 +104,12 @@ def _exchanged(rows: Tensor, group: Any) -> Tensor:
     return received.flatten(0, 1)
 
 
-def _gathered(piece: Tensor, group: Any) -> Tensor:
+def _gathered(shard: Tensor, group: Any) -> Tensor:
     """Return the pieces of every rank, one after the other."""
     # PyTorch 2.13 renames it; 2.11 knows the old name only.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    pieces = piece.new_empty(group.size() * piece.numel())
-    gather(pieces, piece, group=group)
+    pieces = shard.new_empty(group.size() * shard.numel())
+    gather(pieces, shard, group=group)
     return pieces
 
 

@@ -54,8 +54,8 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
         return
     # A difference with a majority comes first: it names the machine.
     has_majority, name, wrong, largest = max(differences, key=lambda difference: difference[0])
-    others = ", ".join(map(str, largest))
-    message = f"{name} of rank {', '.join(map(str, wrong))} differs from that of rank {others}"
+    majority = ", ".join(map(str, largest))
+    message = f"{name} of rank {', '.join(map(str, wrong))} differs from that of rank {majority}"
     culprit = None
     advice = "Test the memory of these machines"
     if has_majority:

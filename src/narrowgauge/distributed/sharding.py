@@ -152,8 +152,8 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
     axes = split_axes(tensor)
     if not axes:
         return fingerprint(tensor.to_local()), None
-    axis, *others = axes
-    if others or not tensor.placements[axis].is_shard(0):
+    axis, *more_axes = axes
+    if more_axes or not tensor.placements[axis].is_shard(0):
         return fingerprint(tensor.full_tensor()), None
     mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(axis))

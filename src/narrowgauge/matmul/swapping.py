@@ -64,22 +64,22 @@ class NarrowLayers:
         keep_last = max([layer.compute.keep_last for layer in layers.values()], default=0.0)
         roles = roles_of(self.model, keep_last)
         has_run = not TRACED and any(layer.was_called for layer in layers.values())
-        kept = {}
+        wide = {}
         for name in multiplied(self.model):
             if name not in layers:
-                kept[name] = roles.get(name, "by choice")
+                wide[name] = roles.get(name, "by choice")
             elif has_run and not layers[name].was_called:
                 # A model may read a layer's weight in its own code, as Mamba does dt_proj's.
-                kept[name] = "never called"
-        return kept | read_elsewhere(self.model)
+                wide[name] = "never called"
+        return wide | read_elsewhere(self.model)
 
     def __str__(self) -> str:
-        kept = [f"{name} ({reason})" for name, reason in self.kept.items()]
+        wide = [f"{name} ({reason})" for name, reason in self.kept.items()]
         line = f"{len(self.layers)} layers are narrow"
-        if kept:
-            line += f"; wide: {', '.join(kept[:_MOST_NAMES])}"
-        if len(kept) > _MOST_NAMES:
-            line += f" and {len(kept) - _MOST_NAMES} more"
+        if wide:
+            line += f"; wide: {', '.join(wide[:_MOST_NAMES])}"
+        if len(wide) > _MOST_NAMES:
+            line += f" and {len(wide) - _MOST_NAMES} more"
         return line
 
 
@@ -88,13 +88,13 @@ def read_elsewhere(model: nn.Module) -> dict[str, str]:
 
     A matrix is a parameter of two or more dims, but no bias and no embedding.
     """
-    known = multiplied(model)
+    layer_names = multiplied(model)
     readers = {}
     for name, parameter in model.named_parameters():
         owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
         owner = model.get_submodule(owner_name)
         is_matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
-        is_known = owner_name in known or name in known
+        is_known = owner_name in layer_names or name in layer_names
         if is_matrix and not is_known and not isinstance(owner, nn.Embedding | nn.LayerNorm):
             readers[name] = type(owner).__name__
     return readers

@@ -36,10 +36,10 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
     """
     name = layer.names[0]
     mesh = weight.device_mesh
-    placement, *others = weight.placements
+    placement, *more_placements = weight.placements
     splits_outputs = placement.is_shard(0)
     # A plain input: as where FSDP2's weights are used outside the forward of their module.
-    if others or placement.is_replicate() or not isinstance(x, DTensor):
+    if more_placements or placement.is_replicate() or not isinstance(x, DTensor):
         raise RecipeError(
             f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}, and "
             f"its input is a {type(x).__name__}.",

@@ -125,9 +125,9 @@ def _compare(
             words = "not followed through shards and main_grad; check before they are made"
             result.unseen["the gradient"] = words
             return {}
-    apart = unlike({name: fingerprint(spread(p)) for name, p in leaves.items()})
-    if apart:
-        result.unseen["the gradient"] = f"ranks hold unlike weights, such as {apart[0]}"
+    unlike_names = unlike({name: fingerprint(spread(p)) for name, p in leaves.items()})
+    if unlike_names:
+        result.unseen["the gradient"] = f"ranks hold unlike weights, such as {unlike_names[0]}"
         return {}
     parts = micro_batches(set_up.model, batch, loss)
     passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)

@@ -125,11 +125,11 @@ def jump(tell: Tell) -> Law:
         if step.largest is None or step.skipped:
             continue
         recent.append(step)
-        *others, far = recent
+        *steps_before, far = recent
         if len(recent) == 5 and (recent[0].largest or 0.0) > step.largest:
-            far, *others = recent
-        if others:
-            usual = median(x.largest or 0.0 for x in others)
+            far, *steps_before = recent
+        if steps_before:
+            usual = median(x.largest or 0.0 for x in steps_before)
             usual = max(usual, *(x.rate or 0.0 for x in recent))
             bound = KINDS["weights-jump"].bound * usual
             if (far.largest or 0.0) > bound:

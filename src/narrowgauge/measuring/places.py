@@ -129,22 +129,22 @@ def _ranked(
     sites = list(rest)
     if error <= (OF_FLOAT32 if wide.coarsest[0] == FINEST else RANKED) * unit:
         sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
-    left = error
-    while sites and number and left > unit:
-        size = left
+    unexplained = error
+    while sites and number and unexplained > unit:
+        size = unexplained
         while len(sites) > 1:
             half = sites[: len(sites) // 2]
             part = alone(half)
-            other = math.sqrt(max(0.0, size**2 - part**2))
-            sites = half if part >= other else sites[len(half) :]
-            size = max(part, other)
+            remainder = math.sqrt(max(0.0, size**2 - part**2))
+            sites = half if part >= remainder else sites[len(half) :]
+            size = max(part, remainder)
         size = alone(sites)
         if size < LEAST_SHARE * error:
             break
         yield sites[0], size / error
         rest.remove(sites[0])
         sites = list(rest)
-        left = math.sqrt(max(0.0, left**2 - size**2))
+        unexplained = math.sqrt(max(0.0, unexplained**2 - size**2))
         number -= 1
 
 

@@ -61,15 +61,15 @@ class RankSums:
         errors = torch.full_like(self._sums[:, :1], float(is_broken))
         unlike = self._unlike(torch.cat([self._sums, errors], 1))
         self._sums.zero_()
-        unsummed, apart = unlike[:, :-1] & ~unlike[:, -1:]
+        unsummed, differing = unlike[:, :-1] & ~unlike[:, -1:]
         if number == 0:
             self._parts &= unsummed
-        return {"unsummed": unsummed & ~self._parts, "apart": apart & ~self._parts}
+        return {"unsummed": unsummed & ~self._parts, "apart": differing & ~self._parts}
 
     def _unlike(self, values: Tensor) -> Tensor:
         """Return which values differ between ranks: their largest and their smallest do."""
-        both = torch.stack([values, -values])
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
-        largest, smallest = both
+        extremes = torch.stack([values, -values])
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+        largest, smallest = extremes
         differs: Tensor = largest != -smallest
         return differs

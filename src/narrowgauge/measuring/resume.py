@@ -108,13 +108,13 @@ def _objects_of(step: Step, returned: Any) -> Objects:
     """
     if isinstance(returned, Mapping):
         return returned
-    held: Objects = vars(getattr(step, "__self__", step))
+    contents: Objects = vars(getattr(step, "__self__", step))
     if isinstance(step, FunctionType):
-        held = {}
+        contents = {}
         for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
             with suppress(ValueError):  # of a variable that has no value yet
-                held[name] = cell.cell_contents
-    return {**held, "loss": returned}
+                contents[name] = cell.cell_contents
+    return {**contents, "loss": returned}
 
 
 # ── two states ────────────────────────────────────────────────────────────────────────────────────

@@ -37,9 +37,9 @@ def settings_diff(first: Row, second: Row) -> dict[str, tuple[str, str]]:
     """
     differences: dict[str, tuple[str, str]] = {}
     for table in TABLES:
-        others = dict(_leaves(second.get(table, {})))
+        second_values = dict(_leaves(second.get(table, {})))
         for name, value in _leaves(first.get(table, {})):
-            pair = str(value), str(others.get(name, value))
+            pair = str(value), str(second_values.get(name, value))
             is_place = table == "config" and name != "recipe" and all("/" in text for text in pair)
             if pair[0] != pair[1] and not is_place:
                 differences.setdefault(name, pair)

@@ -44,8 +44,8 @@ def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
 
 def unlike(prints: Mapping[str, int]) -> list[str]:
     """Return the names whose fingerprint is another one on a rank than on rank 0."""
-    first, *others = all_ranks().gather(prints)
-    return [name for name in first if any(other.get(name) != first[name] for other in others)]
+    first, *rest = all_ranks().gather(prints)
+    return [name for name in first if any(row.get(name) != first[name] for row in rest)]
 
 
 def compare_structure(
@@ -142,9 +142,9 @@ def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: li
     stepped = _joined(step, names)
     if float((parts.mean(1) - stepped).norm()) > SAME * float(stepped.norm()):
         return False
-    whole = _joined(exact, names)
-    weights = torch.linalg.lstsq(parts, whole[:, None], driver="gelsd").solution[:, 0]
-    return float((whole - parts @ weights).norm()) > 1e-3 * float(whole.norm())
+    exact_values = _joined(exact, names)
+    weights = torch.linalg.lstsq(parts, exact_values[:, None], driver="gelsd").solution[:, 0]
+    return float((exact_values - parts @ weights).norm()) > 1e-3 * float(exact_values.norm())
 
 
 def _joined(gradients: Gradients, names: list[str]) -> Tensor:

@@ -175,14 +175,14 @@ def _entries(row: Row, step: int) -> dict[str, Any]:
     for name in row.keys() & STAGE_OF.keys():
         if row[name] is not None:
             entries[name] = name, str(row[name]), number(row[name]), tokens
-    for key, (bits, norm, *others) in tensors.items():
+    for key, (bits, norm, *more) in tensors.items():
         kind = key.partition(":")[0]
         if kind == "tokens":  # integers have no norm
             norm = None
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
         if kind in STAGE_OF:
-            entries[key] = kind, bits, norm, *others
+            entries[key] = kind, bits, norm, *more
     return entries
 
 

@@ -320,8 +320,8 @@ def _drawn(steps: Tensor, x: Tensor, seed: int | Tensor) -> Tensor:
         bits = bits_of(x.detach().float())
     place = random_bits(_low_word(index), word)
     uniform = (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
-    whole = steps.floor()
-    return whole + (steps - whole >= 1 - uniform)
+    floor = steps.floor()
+    return floor + (steps - floor >= 1 - uniform)
 
 
 def _low_word(x: Tensor) -> Tensor:

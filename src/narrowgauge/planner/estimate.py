@@ -66,9 +66,9 @@ class Estimate(Ask):
         """Return the bytes of the tensors: what ``torch.cuda.max_memory_allocated`` prints."""
         return self.peak_bytes - self.memory["overhead"]
 
-    def _ends(self, what: str, value: float) -> Ends:
+    def _ends(self, quantity: str, value: float) -> Ends:
         """Return the 80 % interval of a planned value."""
-        low, high = ERRORS[what][self.kind]["ends"]
+        low, high = ERRORS[quantity][self.kind]["ends"]
         return value * low, value * high
 
     @property

@@ -97,7 +97,7 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     stream = ask.stream_width * a.hidden_size / ask.stream_ranks
     inner = ask.matmul_width * max(layers.wide_size for layers in a.layers) / layout.tensor
     layer = layer_bytes(ask)
-    kept = _kept_bytes(ask, stream)
+    saved = _kept_bytes(ask, stream)
     again = 0.0 if layout.recompute == "none" else layer
     logits = 0.0
     if layout.pipeline <= 2:  # in a longer pipeline the first stage holds more
@@ -106,15 +106,19 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
     early = 0.0 if is_late else gradients
     moments = (
-        (kept, logits, early),
-        (kept + again + stream + inner, 0.0, early),
+        (saved, logits, early),
+        (saved + again + stream + inner, 0.0, early),
         (layer + stream + inner, 0.0, gradients),
     )
     tokens = ask.tokens
-    activations, of_loss, made = max(
+    activations, of_loss, of_gradients = max(
         moments, key=lambda sizes: tokens * (sizes[0] + sizes[1]) + sizes[2]
     )
-    return {"activations": tokens * activations, "logits": tokens * of_loss, "gradients": made}
+    return {
+        "activations": tokens * activations,
+        "logits": tokens * of_loss,
+        "gradients": of_gradients,
+    }
 
 
 def _kept_bytes(ask: Ask, stream: float) -> float:

@@ -66,7 +66,7 @@ def _around(value: float, difference: str) -> Ends:
     return value / wider, value * wider
 
 
-def _room(job: Estimate) -> float:
+def _reservable_gb(job: Estimate) -> float:
     """Return the memory of a chip that the framework's allocator can reserve, in 10^9 bytes."""
     return (job.chip.memory_bytes - outside_bytes(job.cluster.chips)) / 1e9
 
@@ -166,8 +166,8 @@ class MeasuredRun:
         peak = self.peak_of(job)
         peaks = _around(peak, "memory")
         fits = "no"
-        if peak <= _room(job):
-            fits = "yes" if peaks[1] <= _room(job) else "barely"
+        if peak <= _reservable_gb(job):
+            fits = "yes" if peaks[1] <= _reservable_gb(job) else "barely"
         return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
 
     def peak_of(self, job: Estimate) -> float:
@@ -194,7 +194,7 @@ class MeasuredRun:
             for fields in ({**shape, **batch}, shape):
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
                     job = plan(**{**asked, "layout": fields}, advise=False).best
-                    if self.peak_of(job) <= _room(job):
+                    if self.peak_of(job) <= _reservable_gb(job):
                         return job
             asked["layout"] = {}
         return plan(**asked, advise=False).best

@@ -106,8 +106,8 @@ def answers(
             :class:`~narrowgauge.planner.program.Program`.
         tuned: fields of :class:`~narrowgauge.planner.program.Tuning`.
     """
-    known = [*(answers.__kwdefaults__ or ()), *Tuning.__slots__]
-    refuse_unknown(tuned, known, "a plan", NarrowgaugeError)
+    field_names = [*(answers.__kwdefaults__ or ()), *Tuning.__slots__]
+    refuse_unknown(tuned, field_names, "a plan", NarrowgaugeError)
     tuning = Tuning(**tuned)
     require_choice("optimizer", optimizer, UPDATE_RULES)
     require_number("lora", tuning.lora, 0, a.hidden_size + 1)

@@ -155,19 +155,19 @@ def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
         if not readings:
             lines.append(f"Nothing found in {name}.")
     items = ""
-    for (label, what, _), members in groups.items():
-        items += _finding(label, what, members)
+    for (label, kind_name, _), members in groups.items():
+        items += _finding(label, kind_name, members)
     rest = escape(" ".join(lines))
     findings = f'<ul class="findings">{items}</ul>'
     yield _section("Diagnosis", findings, f'<p class="muted">{rest}</p>')
 
 
-def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
+def _finding(label: str, kind: str, members: list[tuple[int, Reading]]) -> str:
     """Return the sentence of the earliest reading of a kind, and then its place."""
     _, reading = min(members, key=lambda member: member[1].step)
     seeds = ", ".join(map(str, sorted({seed for seed, _ in members})))
-    words = [f"{label}, seed {seeds}", what, reading.tensor, f"step {reading.step}"]
-    sentence = escape(reading.text or f"{what}.")
+    words = [f"{label}, seed {seeds}", kind, reading.tensor, f"step {reading.step}"]
+    sentence = escape(reading.text or f"{kind}.")
     return (
         f'<li><p>{sentence}</p><p class="muted">{escape(" · ".join(filter(None, words)))}</p></li>'
     )

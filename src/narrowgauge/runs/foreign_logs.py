@@ -120,15 +120,15 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
-    known = {column: named(names, column) for column in NAMES}
-    step_name = known.pop("step")
+    column_names = {column: named(names, column) for column in NAMES}
+    step_name = column_names.pop("step")
     by_step: dict[int, Row] = {}
     for row in rows:
         step = _number(row.get(str(step_name)))
         if step is None or not step.is_integer():
             continue
         columns = by_step.setdefault(int(step) + shift, {})
-        for column, name in known.items():
+        for column, name in column_names.items():
             value = _number(row.get(str(name)))
             if value is not None:
                 columns[column] = value

@@ -77,11 +77,11 @@ def require_comparison(folder: Path, runs: Iterable[str]) -> None:
         runs: the names of the runs' folders. A run may be there already.
     """
     names = ["run.toml"]
-    begun = [name for name in runs if is_run(folder / name)]
+    existing = [name for name in runs if is_run(folder / name)]
     for name in runs:
-        if name not in begun:
+        if name not in existing:
             require_free(folder / name)
-    if not begun:
+    if not existing:
         names += ["report.html", "compare.json"]
     require_no_file(folder, names, "compare in")
 
@@ -182,11 +182,11 @@ def only_run(path: str | Path) -> Path:
     Raises:
         RecordError: there is none, or there are several.
     """
-    first, *others = run_folders([path])
-    if others:
-        names = told((place.name for place in (first, *others)), 6)
+    first, *more_folders = run_folders([path])
+    if more_folders:
+        names = told((place.name for place in (first, *more_folders)), 6)
         raise RecordError(
-            f"One run was asked about, and {path} holds {len(others) + 1}: {names}.",
+            f"One run was asked about, and {path} holds {len(more_folders) + 1}: {names}.",
             f"Name one, such as {first}.",
         )
     return first

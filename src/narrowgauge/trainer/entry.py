@@ -49,8 +49,8 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     folder = settings.folder
     if not checkpoints.folders(folder):
         settings = settings.checked(num_ranks)
-        begun = read_bytes(folder / "run.toml")
-        if begun is None or b"\n[recorder]" in begun:  # of another program
+        run_file = read_bytes(folder / "run.toml")
+        if run_file is None or b"\n[recorder]" in run_file:  # of another program
             require_free(folder)
             return Entry(settings)
         words = "no checkpoint was saved yet, so the run begins again"

@@ -111,9 +111,9 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
         on_row=progress.row, resume=True, tables={"data": data},
     )  # fmt: skip
     recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
-    for what, words in entry.events:
-        recorder.event(what, words)
-        progress.say(f"{what}: {words}")
+    for kind, words in entry.events:
+        recorder.event(kind, words)
+        progress.say(f"{kind}: {words}")
     return recorder
 
 

@@ -219,7 +219,7 @@ class _Enter(torch.autograd.Function):
         needs = zip(entered, ctx.needs_input_grad[2:], strict=True)
         # A constant costs no matmul in the backward pass.
         ctx.mark_non_differentiable(*[x for x, needs_grad in needs if not needs_grad])
-        return _one(operands[0]), *entered
+        return _scale_of_one(operands[0]), *entered
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -232,7 +232,7 @@ class _Enter(torch.autograd.Function):
                 continue
             scale = token
             if scale is None:
-                scale = _one(vjp)
+                scale = _scale_of_one(vjp)
             if divisor is not None:
                 scale = scale / divisor
             if dtype:
@@ -243,7 +243,7 @@ class _Enter(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _one(like: Tensor) -> Tensor:
+def _scale_of_one(like: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
@@ -314,7 +314,7 @@ class _Linear(_Ruled):
             weight = weight.t()
         outputs, inputs = weight.shape
         size = power_of_rms(weight)
-        scale = (x.scale if isinstance(x, Scaled) else _one(x)) * size
+        scale = (x.scale if isinstance(x, Scaled) else _scale_of_one(x)) * size
         operands = [x, weight]
         if self.bias is not None:
             operands.append(self.bias)
@@ -344,7 +344,7 @@ class _Activation(_Ruled):
 
     def forward(self: Any, x: Tensor) -> Any:
         token, real = enter((REAL,), (1.0,), x)
-        return leave(super().forward(real), token, _one(token), None)  # type: ignore[misc]
+        return leave(super().forward(real), token, _scale_of_one(token), None)  # type: ignore[misc]
 
 
 class _Norm(_Ruled):
@@ -368,7 +368,7 @@ class _Norm(_Ruled):
             self._parameters = parameters
         if x.dtype is torch.float16:
             raw = raw.half()
-        return leave(raw, token, _one(token), 1.0)
+        return leave(raw, token, _scale_of_one(token), 1.0)
 
 
 def attention(query: Tensor, key: Tensor, value: Any, *rest: Any, **options: Any) -> Tensor:

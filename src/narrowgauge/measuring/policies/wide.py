@@ -91,7 +91,7 @@ class Wide:
         """By memory: its format, and the flat shadow; ``None`` if it is not followed."""
         self._inputs = ByStorage()
         for x, shift in shifts:
-            self._own(x)
+            self._give_shadow(x)
             self.of(x).add_(shift)
 
     # ── shadows ───────────────────────────────────────────────────────────────────────────────────
@@ -113,7 +113,7 @@ class Wide:
         dtype, flat = self._shadows.of(x) or (None, None)
         return flat if dtype is x.dtype.to_real() else None
 
-    def _own(self, x: Tensor) -> None:
+    def _give_shadow(self, x: Tensor) -> None:
         """Give the memory of a tensor a shadow that can be written."""
         if self._flat(x) is None:
             dtype = x.dtype.to_real()
@@ -123,7 +123,7 @@ class Wide:
     def keep(self, x: Tensor, value: Tensor) -> None:
         """Keep a value as the shadow of a tensor."""
         self.forget(x)
-        self._own(x)
+        self._give_shadow(x)
         self.of(x).copy_(value)
 
     def forget(self, x: Tensor) -> None:
@@ -160,7 +160,7 @@ class Wide:
         if not all(map(self.follows, op.operands)):
             return ()
         for x in filter(_has_shadow, op.written):
-            self._own(x)
+            self._give_shadow(x)
         takes_values = op.name in _BY_VALUE
 
         def wide(x: Any) -> Any:
