@@ -1,6 +1,7 @@
 """The step of a state by its definition: as the proof of a kernel, and where no kernel is written.
 
-Then it is compiled by ``torch.compile``: for Collage, in float64, and for a rule of the user's own.
+Then it is compiled by ``torch.compile``: in float64, for a rule of the user's own, and on a GPU for
+Collage, Kahan's compensation and float16 weights.
 Each (rule, storage) is compiled once for all sizes, and compared with the definition at its first
 use.
 """

@@ -151,7 +151,7 @@ class Layout:
     Attributes:
         bytes: of the weight and of each plane.
         below: the bits of a float32 that a visible format in fewer bits lacks.
-        fields: of what lies beside the weight, and of two states.
+        fields: of what lies beside the weight, of two states, and of the second part of the last.
         num_scaled: states with a scale for each block.
     """
 
@@ -163,11 +163,12 @@ class Layout:
 
 @lru_cache
 def layout_of(storage: Storage) -> Layout:
-    """Return the layout of a storage whose rule has two states at most, of one part each."""
+    """Return the layout of a storage whose rule has two states at most."""
     size = VISIBLE[storage.visible][0]
     sizes = [size // 8] + [plane.dtype.itemsize for plane in planes_of(storage)]
     fields = [fields_of(storage)[name] for name in roles(storage)]
     fields += [Field()] * (3 - len(fields))
+    fields.append(fields_of(storage).get("exp_avg_sq_low", Field()))
     return Layout(tuple(sizes), 32 - size, tuple(fields), len(storage.scaled))
 
 

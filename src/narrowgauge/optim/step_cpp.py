@@ -41,11 +41,11 @@ def struct_of(rule: AnyRule) -> str:
 
 def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
     """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
-    in float32 alone, and on a GPU not for float16 weights and Kahan's low parts.
+    not in float64, and on a GPU not for float16 weights and second parts of weights.
     """
     if language != CPP and (storage.visible == "float16" or storage.weight.parts == 2):
         return False
-    return storage.arithmetic == "float32" and bool(struct_of(rule))
+    return storage.arithmetic != "float64" and bool(struct_of(rule))
 
 
 # ── what is appended to step.h ────────────────────────────────────────────────────────────────────
@@ -72,11 +72,12 @@ def _share(field: Field) -> str:
     return f"Share{{{start}, {borrowed}}}"
 
 
-def _weight(visible: str, field: Field, bit: int) -> str:
+def _weight(storage: Storage, visible: str, field: Field, bit: int) -> str:
     if field.name == "master":
         return f"Master<{visible}>"
     if field.name == "weight_low":
-        return f"Compensated<{visible}>"
+        struct = "Grown" if storage.arithmetic == "expansion" else "Compensated"
+        return f"{struct}<{visible}, {_code(field, bit)}>"
     if field.name == "tail":
         return f"Tail<{visible}, {field.bits}, {field.drop}, {bit}, {_share(field)}>"
     return f"Alone<{visible}, {_share(field)}>"
@@ -88,20 +89,24 @@ def library_text(rule: AnyRule, storage: Storage) -> str:
     """
     layout = layout_of(storage)
     visible = FORMATS[storage.visible]
-    weight, first, second = layout.fields
+    weight, first, second, rest = layout.fields
     bits = [32 - 8 * layout.bytes[field.plane] + field.shift for field in layout.fields]
     planes = ", ".join(str(field.plane - 1) for field in layout.fields)
     sizes = ", ".join(map(str, layout.bytes[1:]))
+    struct = struct_of(rule)
+    if storage.arithmetic == "expansion":
+        struct = f"Collage<{visible}::BELOW, {str(bool(rest.name)).lower()}>"
     return f"""namespace {{  // libraries of one process share the names of other structs
 struct Row {{
   typedef {visible} V;
-  typedef {_weight(visible, weight, bits[0])} W;
+  typedef {_weight(storage, visible, weight, bits[0])} W;
   typedef {_code(first, bits[1])} First;
   typedef {_code(second, bits[2])} Second;
+  typedef {_code(rest, bits[3])} Rest;
   static constexpr Layout LAYOUT{{{len(layout.bytes) - 1}, {{{sizes}}}, {planes}}};
 }};  // {storage.name}
 }}
-EXPORT_STEP(Row, {struct_of(rule)})
+EXPORT_STEP(Row, {struct})
 """
 
 
