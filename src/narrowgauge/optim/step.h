@@ -516,7 +516,6 @@ struct AdamW : Rule<2> {
 template <int DROP, bool IS_PAIR> struct Collage : AdamW {
   typedef Parts Next;
   using AdamW::begin;
-  IS_LESS { return true; }
   INLINE Floats narrow(Floats x) { return ::narrow<DROP>(x); }
   INLINE Floats average(Floats old, Floats share, Floats increment) {
     return narrow(narrow(old * (1.0f - share)) + increment);

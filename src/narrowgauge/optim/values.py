@@ -69,7 +69,8 @@ def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> N
     storage = state.storage
     value = values.detach().to(codes.value_dtype(storage))
     if name in state.bounds:
-        state.bounds[name].copy_(block_peaks(state.in_rows(value)))
+        bound = state.bounds[name]
+        bound.copy_(block_peaks(state.in_rows(value)).view(bound.shape))
     for span in spans(state, value):
         # The random bits are a hash of the stored weights, as in a step.
         lane = span.lane()

@@ -113,7 +113,7 @@ def spans(
         part = slice(start, start + most)
         weight, *others = [tensor[part] for tensor in tensors]
         planes = dict(zip(state.planes, others, strict=False))
-        bounds = {name: bound[part] for name, bound in state.bounds.items()}
+        bounds = {name: x.view(rows, -1)[part] for name, x in state.bounds.items()}
         yield Span(state.storage, weight, planes, bounds, others[len(planes) :])
     first = 0 if writes else 1
     for tensor, memory in list(zip(live, tensors, strict=False))[first:]:
