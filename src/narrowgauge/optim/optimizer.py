@@ -242,7 +242,6 @@ class Optimizer(torch.optim.Optimizer):
         return self._names_by(self._names)
 
     def _names_by(self, of_model: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Return the passed names, else those of a model, else the places of the parameters."""
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
             passed = group.get("param_names") or [""] * len(group["params"])
