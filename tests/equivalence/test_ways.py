@@ -27,8 +27,6 @@ on_one_rank = functools.cache(ranks.on_one_rank)
 
 
 CASES = [*itertools.product(ALONE, RECIPES), *(("resumed", recipe) for recipe in MORE)]
-# What has no kernel of its own compiles for twenty seconds: optim/test_step.py does so once.
-CASES.remove(("compiled", "bfloat16/collage-plus"))
 
 
 @pytest.mark.parametrize(("way", "recipe"), CASES)

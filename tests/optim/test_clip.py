@@ -31,9 +31,3 @@ def test_a_norm_below_the_limit_leaves_the_gradients(loss_scale: float) -> None:
         options = torch.tensor([limit, loss_scale, 0.0])
         factors.append(float(decide(norm, options)[0]))
     assert factors == [1 / loss_scale] * 2
-
-
-@pytest.mark.parametrize(("norm", "found"), [(math.inf, 0.0), (math.nan, 0.0), (2.0, 1.0)])
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(norm: float, found: float) -> None:
-    assert decide(torch.tensor(norm), torch.tensor([1.0, 8.0, found]))[1] == 1.0
-    assert decide(torch.tensor(2.0), torch.tensor([1.0, 8.0, 0.0]))[1] == 0.0

@@ -169,18 +169,15 @@ def test_a_state_dict_copies_nothing(storage: str) -> None:
 
 
 def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses() -> None:
-    for storage in ("exact", "word"):
-        optimizer = trained(storage)
-        first = parameters_of(optimizer)[0]
-        if storage == "exact":
-            optimizer.state[first]["exp_avg"].zero_()
-            assert not optimizer.stored(first, "exp_avg").any()
-            continue
-        before = everything(optimizer)
-        with pytest.raises(KeyError, match=r"optimizer\.stored"):
-            optimizer.state[first]["exp_avg"].zero_()
-        assert_same_bits(before, everything(optimizer))
-        assert optimizer.stored(first, "exp_avg").any()
+    optimizer = trained("exact")
+    first = parameters_of(optimizer)[0]
+    optimizer.state[first]["exp_avg"].zero_()
+    assert not optimizer.stored(first, "exp_avg").any()
+    optimizer = trained("word")
+    first = parameters_of(optimizer)[0]
+    with pytest.raises(KeyError, match=r"optimizer\.stored"):
+        optimizer.state[first]["exp_avg"].zero_()
+    assert optimizer.stored(first, "exp_avg").any()
 
 
 @pytest.mark.parametrize("storage", ["exact", "compact"])

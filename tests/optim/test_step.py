@@ -38,7 +38,7 @@ FEW_OF = ("word", "compact", "float16/split")
 KERNELS = [
     (rule, storage)
     for rule, storage in PAIRS
-    if STORAGES[storage].arithmetic == "float32"
+    if STORAGES[storage].arithmetic != "float64"
     if rule not in ("nesterov", "own") and (rule != "galore" or storage in FEW_OF)
 ]
 FEW = [("adamw", "word"), ("adam", "compact"), ("muon", "word"), ("galore", "compact")]
@@ -187,9 +187,9 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     call = table.Programs.call
 
-    def counted(programs: table.Programs, *arguments: Any) -> None:
+    def counted(programs: table.Programs, *arguments: Any, **constants: Any) -> None:
         calls.append(len(programs.rows))
-        call(programs, *arguments)
+        call(programs, *arguments, **constants)
 
     monkeypatch.setattr(table.Programs, "call", counted)
     groups = [{"params": [p], "lr": 0.1} for p in parameters("word", [(64, 64)] * 9)]
@@ -265,7 +265,7 @@ FAULTS = {
     "the sign of a NaN": ("bits & (bits + MANTISSA)", "bits", "compact"),
     "the hash of random bits": ("h ^ shifted_down(h, 15)", "h ^ (h >> 15)", "word"),
     "a low part that belongs": (
-        "upper_where(belongs(seen, float_of(nearest)), nearest, rest)",
+        "upper_where(is_own, nearest, Low::toward_zero(rest))",
         "nearest",
         "kahan",
     ),
@@ -276,6 +276,16 @@ FAULTS = {
         "return root(next.second)",
         "return 2.0f * root(next.second)",
         "word",
+    ),
+    "a product of Collage that is not rounded": (
+        "narrow(old * (1.0f - share))",
+        "(old * (1.0f - share))",
+        "collage-light",
+    ),
+    "a sum of Collage that is not rounded": (
+        "narrow<DROP>(x.low + error)",
+        "x.low + error",
+        "float16/collage-plus",
     ),
     "a last bit of a division": (
         "return m / (root_v * s.inverse_root_correction2 + s.eps) *",
@@ -305,6 +315,20 @@ def test_other_bits_are_noticed(
     assert "other bits" in reason
 
 
+def test_a_second_part_of_collage_belongs_to_its_weight() -> None:
+    """Under 2^-24 the nearest float16 may be half an ulp of an odd weight. No proof draws that."""
+    results = []
+    for compiled in (True, False):
+        weight = nn.Parameter(torch.full((80, 80), 2.0**-13 * (1 + 2.0**-10)).half())
+        weight.grad = gaussian(80, 80).half()
+        options: dict[str, Any] = {"lr": 2.0**-24, "storage": "float16/collage-light"}
+        optimizer = ng.AdamW([weight], **options, compile=compiled, low_bits="zero")
+        for _ in range(3):
+            optimizer.step()
+        results.append(everything(optimizer))
+    assert_same_bits(*results)
+
+
 def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a full disk."""
     monkeypatch.setattr(proofs, "_reasons", {})
@@ -324,13 +348,17 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
 def test_a_step_is_shown_by_the_functions_that_it_names() -> None:
     text = step_text("word")
     assert "struct Tail" in text and "struct AdamW" in text and "struct Master" not in text
+    text = step_text("collage-plus")
+    assert "Pair grow(" in text and "struct Collage" in text and "struct Compensated" not in text
     text = step_text("compact", "lion")
     assert "struct Lion" in text and "struct AdamW" not in text
 
 
-@pytest.mark.parametrize("words", [("wrd",), ("float64",), ("collage-plus",), ("word", "adamx")])
+@pytest.mark.parametrize(
+    "words", [("wrd",), ("float64",), ("collage-plus", "lion"), ("word", "adamx")]
+)
 def test_a_step_that_has_no_kernel_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(ng.errors.RecipeError, match=r"Cannot show|no storage"):
+    with pytest.raises(ng.errors.RecipeError, match=r"Cannot show|no storage|for AdamW alone"):
         step_text(*words)
 
 

@@ -24,6 +24,10 @@ COUNTS = {
     "compact": (11.88, 5.06),
     "states8": (10.88, 4.44),
     "kahan": (11.00, 5.12),
+    "collage-light": (23.12, 10.72),
+    "collage-plus": (32.69, 15.12),
+    "float16/collage-light": (32.94, 15.16),
+    "float16/collage-plus": (46.06, 20.44),
     "float32": (4.75, 2.06),
     "float32-states8": (10.38, 4.19),
 }

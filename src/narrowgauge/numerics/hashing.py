@@ -40,7 +40,7 @@ def splitmix64(z: Any) -> Any:
 
 def step_seed(seed: int, step: int) -> int:
     """Return 32 well mixed bits of (seed, step), as a signed number."""
-    return _signed(splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS), 32)
+    return signed(splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS), 32)
 
 
 def named_seed(seed: int, name: str) -> int:
@@ -61,14 +61,14 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
         )
     x = x.detach().resolve_conj().resolve_neg()
     most = min(chunk_size(x.device), x.numel())
-    places = torch.arange(most, dtype=torch.int64, device=x.device) * _signed(GOLDEN)
+    places = torch.arange(most, dtype=torch.int64, device=x.device) * signed(GOLDEN)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     place = offset
     for (chunk,) in flat_chunks(x):
         bits = chunk.view(INTEGERS[size]).to(torch.int64)
         if size in (2, 4):
             bits = bits & ((1 << (8 * size)) - 1)
-        total += splitmix64(bits + places[: chunk.numel()] + _signed((place + 1) * GOLDEN)).sum()
+        total += splitmix64(bits + places[: chunk.numel()] + signed((place + 1) * GOLDEN)).sum()
         place += chunk.numel()
     return total
 
@@ -96,7 +96,7 @@ def fingerprint(x: Tensor, *, offset: int = 0) -> int:
     return int(tensor_hash(x, offset)) % _MODULUS
 
 
-def _signed(value: int, bits: int = 64) -> int:
+def signed(value: int, bits: int = 64) -> int:
     """Return the low ``bits`` of a number as a signed integer."""
     half = 1 << (bits - 1)
     return (value + half) % (2 * half) - half

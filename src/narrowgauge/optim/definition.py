@@ -1,14 +1,14 @@
 """The step of a state by its definition: as the proof of a kernel, and where no kernel is written.
 
-Then it is compiled by ``torch.compile``: for Collage, in float64, and for a rule of the user's own.
-Each (rule, storage) is compiled once for all sizes, and compared with the definition at its first
-use.
+Then it is compiled by ``torch.compile``: in float64, for a rule of the user's own, and on a GPU for
+Collage, Kahan's compensation and float16 weights. Each (rule, storage) is compiled once for all
+sizes, and compared with the definition at its first use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, reduce
 from operator import or_
 
@@ -30,7 +30,7 @@ from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import Span, integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
+from narrowgauge.torch_support.compile import compiled
 
 AT_ONCE = 1 << 22
 """Elements of a call of compiled code. More gain nothing, and each temporary has as many."""
@@ -127,14 +127,6 @@ def new_bounds(span: Span, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]
         bound = torch.where(new == 0, torch.maximum(bound, old), limited)
         result[name] = torch.where(scalars["skip"] != 0, old, bound)
     return result
-
-
-def why_not_compiled(states: Sequence[LocalState], is_asked: bool) -> str:
-    """Return why the definition of states runs uncompiled, or an empty string."""
-    count = sum(state.parameter.numel() for state in states)
-    if states[0].parameter.is_cpu and count < COMPILE_ELEMENTS and not is_asked:
-        return f"{count:,} elements, and no kernel is written for the rule or storage"
-    return ""
 
 
 def average_gradient(state: LocalState, numbers: Numbers) -> None:

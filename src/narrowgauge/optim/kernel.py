@@ -117,7 +117,7 @@ def in_expansions(inputs: Inputs) -> Written:
     _, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
-    fields = codes.write_low(storage, visible, torch.where(is_finite, stepped[1], low))
+    fields = codes.write_low(storage, visible, torch.where(is_finite, stepped[1], 0.0))
     for name, parts in zip(rule.states, new, strict=True):
         fields |= codes.write_parts(storage, lane, name, parts)
     return Written(visible, fields)

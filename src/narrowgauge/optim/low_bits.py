@@ -25,10 +25,11 @@ from torch import Tensor
 
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded, local_of, place_along
-from narrowgauge.numerics.hashing import named_seed
+from narrowgauge.numerics.hashing import named_seed, signed
 from narrowgauge.numerics.rounding import random_bits
+from narrowgauge.optim.cells import random_low_bits
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.values import store_low_bits
+from narrowgauge.optim.walk import spans
 from narrowgauge.spec.storages import Storage
 
 LOW_BITS = ("zero", "random")
@@ -53,18 +54,13 @@ def random_of(owner: Tensor, seed: int, name: str) -> Tensor:
     index = torch.zeros(local_of(owner).shape, dtype=torch.int32, device=owner.device)
     stride = 1
     for dim in reversed(range(owner.ndim)):
-        along = place_along(owner, dim) * _wrapped(stride)
+        along = place_along(owner, dim) * signed(stride, 32)
         index += along.view(-1, *[1] * (owner.ndim - 1 - dim))
         stride *= owner.shape[dim]
     number = torch.tensor(named_seed(seed, name), dtype=torch.int32, device="cpu").to(owner.device)
     for (part,) in flat_chunks(index):
         part.copy_(random_bits(part, number))
     return index
-
-
-def _wrapped(number: int) -> int:
-    """Return a number modulo 2^32 as an int32."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def fill_state(state: LocalState, seed: int, name: str) -> None:
@@ -78,4 +74,5 @@ def fill_state(state: LocalState, seed: int, name: str) -> None:
             is_plain |= torch.equal(seen[1:], seen[:-1])
         if is_plain:
             return
-    store_low_bits(state, random_of(state.owner, seed, name))
+    for span in spans(state, random_of(state.owner, seed, name)):
+        span.store(random_low_bits(state.storage, span.lane(), span.arguments[0]))

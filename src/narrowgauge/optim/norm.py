@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import Squares, exact_squares, largest_magnitude
 from narrowgauge.optim.step_cpp import norm_functions
-from narrowgauge.optim.table import FORMATS, Programs, kernels_of
+from narrowgauge.optim.table import FORMATS, Programs
 from narrowgauge.torch_support.proof import draw, why_not
 
 SPAN = 8192
@@ -31,7 +32,7 @@ class SquaresTable(Squares):
     """Sum the squares of tensors of ``FORMATS`` on one device, by a kernel."""
 
     def __init__(self, device: torch.device) -> None:
-        self.programs = Programs(device, 2)
+        self.programs = Programs(device, norm_functions, 2)
 
     def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
         """Return the largest magnitude of each group.
@@ -42,15 +43,14 @@ class SquaresTable(Squares):
         for _, members in groups:
             self._tensors += [local_of(tensor).contiguous() for tensor in members]
         counts = [len(members) for _, members in groups]
-        numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
         self.programs.lay_out([(1, x.numel()) for x in self._tensors])
         self.programs.rows["addresses"][:, 1] = [x.data_ptr() for x in self._tensors]
         self.programs.rows["format"] = [FORMATS[x.dtype] for x in self._tensors]
-        self.programs.rows["number"] = numbers.numpy()
+        self.programs.rows["number"] = np.repeat(np.arange(len(groups)), counts)
         self._num_groups = len(groups)
         self.programs.send()
         peaks = torch.zeros(len(self._tensors), dtype=torch.int32, device=self.programs.device)
-        self._call("largest", peaks)
+        self.programs.call("largest", peaks)
         self.peaks = peaks.view(torch.float32)
         parts = self.peaks.split(counts)
         return [torch.nn.functional.pad(part, (1, 0)).amax() for part in parts]
@@ -58,16 +58,9 @@ class SquaresTable(Squares):
     def sums(self, scales: Tensor) -> Tensor:
         """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
         sums = torch.zeros(self._num_groups, SLOTS, 2, dtype=torch.int64, device=scales.device)
-        self._call("squares", scales, sums, SLOTS)
+        self.programs.call("squares", scales, sums, SLOTS)
         self._tensors = []
         return sums.sum(1)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        module = kernels_of(self.programs.device)
-        if module is None:
-            self.programs.call(getattr(norm_functions(), name), *arguments)
-        else:
-            self.programs.call(getattr(module, name), *arguments)
 
 
 def sums_on(tensors: Sequence[Tensor]) -> bool:

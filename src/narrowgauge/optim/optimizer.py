@@ -25,7 +25,6 @@ from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
-from narrowgauge.optim.members import local_state_of
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
@@ -243,7 +242,6 @@ class Optimizer(torch.optim.Optimizer):
         return self._names_by(self._names)
 
     def _names_by(self, of_model: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Return the passed names, else those of a model, else the places of the parameters."""
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
             passed = group.get("param_names") or [""] * len(group["params"])
@@ -413,11 +411,11 @@ class Optimizer(torch.optim.Optimizer):
             names = self.parameter_names()
             validation.check_seeds(self.param_groups, names)
             validation.check_members(names, self.state)
-        self.kernels.check_groups(self.param_groups)
         gradients: list[Tensor] = []
         states: list[LocalState] = []
         work = []
         for group in self.param_groups:
+            validation.check_options(group, self.rule)
             members = self._with_gradient(group, gradients)
             work.append((group, members))
             states += members
@@ -442,12 +440,7 @@ class Optimizer(torch.optim.Optimizer):
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        counts = []
-        for state in states:
-            counts.append(state.entry["step"].fill_(state.step + 1))
-            # The next forward pass needs their memory.
-            state.gradient = None
-            state.entry = {}
+        counts = [state.entry["step"].fill_(state.step + 1) for state in states]
         skip = None
         if norm is not None or found_inf is not None:
             skip = HostCopy(control[1])
@@ -473,7 +466,7 @@ class Optimizer(torch.optim.Optimizer):
         self.make_missing(group, [parameter for parameter, _ in members])
         states = []
         for parameter, gradient in members:
-            state = local_state_of(self.kernels, group, parameter, self.state[parameter])
+            state = self.kernels.local_part(group, parameter, self.state[parameter])
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
                 validation.refuse_gradient(parameter, gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,19 +33,6 @@ class Kernels:
         self.rule = rule
         self.used: dict[tuple[str, Storage], Kernel] = {}
         self._by_options: dict[Any, Kernel] = {}
-        self._checked: dict[int, Group] = {}
-
-    def check_groups(self, groups: Sequence[Group]) -> None:
-        """Refuse options that the rule cannot obey. Check those that changed since the last call."""
-        for place, group in enumerate(groups):
-            checked = self._checked.setdefault(place, {})
-            for name, value in group.items():
-                if value is checked.get(name, checked):
-                    continue
-                validation.check_option(group, name, self.rule)
-                # A tensor, or a list of betas, may be written in place.
-                if not isinstance(value, (Tensor, list)) or name in ("params", "param_names"):
-                    checked[name] = value
 
     def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
         """Return the kernel that steps a parameter under a group's options."""

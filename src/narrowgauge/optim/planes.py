@@ -9,7 +9,7 @@ Planes have the shape of the parameter and its order in memory. So a step walks 
 alike, and a checkpoint holds them as they are. Scaled codes have a *bound* for each block: 256
 elements of a row, which is the last dimension, or several joined. The last block of a row may be
 shorter. The definition and both kernels read where fields lie, and how they are rounded, from
-:func:`layout_of`.
+:func:`fields_of`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.storages import FLOAT32, VISIBLE, Code, Storage, width_of
+from narrowgauge.spec.storages import FLOAT32, Code, Storage, width_of
 
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 BLOCK = 256
@@ -91,7 +91,7 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
         fields = []
         shift = 0
         for name, bits in ordered:
-            role = _role_of(storage, name)
+            role = "weight" if name in storage.beside else name.removesuffix("_low")
             code = storage.code(role).part(int(name == f"{role}_low"))
             fields.append(Field(name, code, number, shift, bits, shares.get(role)))
             shift += bits
@@ -121,11 +121,6 @@ def _lone(field: Field) -> tuple[str, torch.dtype]:
     return title, dtype
 
 
-def _role_of(storage: Storage, field: str) -> str:
-    """Return which of :func:`roles` a field belongs to."""
-    return "weight" if field in storage.beside else field.removesuffix("_low")
-
-
 def roles(storage: Storage) -> tuple[str, ...]:
     """Return what has a code: the weight and each state."""
     return ("weight", *dict(storage.states))
@@ -142,33 +137,6 @@ def fields_of(storage: Storage) -> dict[str, Field]:
         for field in plane.fields:
             fields["weight" if field.name in storage.beside else field.name] = field
     return fields
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Say where a storage has its fields.
-
-    Attributes:
-        bytes: of the weight and of each plane.
-        below: the bits of a float32 that a visible format in fewer bits lacks.
-        fields: of what lies beside the weight, and of two states.
-        num_scaled: states with a scale for each block.
-    """
-
-    bytes: tuple[int, ...]
-    below: int
-    fields: tuple[Field, ...]
-    num_scaled: int
-
-
-@lru_cache
-def layout_of(storage: Storage) -> Layout:
-    """Return the layout of a storage whose rule has two states at most, of one part each."""
-    size = VISIBLE[storage.visible][0]
-    sizes = [size // 8] + [plane.dtype.itemsize for plane in planes_of(storage)]
-    fields = [fields_of(storage)[name] for name in roles(storage)]
-    fields += [Field()] * (3 - len(fields))
-    return Layout(tuple(sizes), 32 - size, tuple(fields), len(storage.scaled))
 
 
 def dropped_bits(code: Code) -> int:
@@ -232,8 +200,3 @@ def block_peaks(values: Tensor) -> Tensor:
     width = min(BLOCK, max(1, columns))
     padded = torch.nn.functional.pad(values, (0, -columns % width))
     return padded.view(rows, -(-columns // BLOCK), width).abs().amax(2).float()
-
-
-def spread(of_blocks: Tensor, columns: int) -> Tensor:
-    """Return a value of each block, ``[rows, blocks]``, for each of its elements."""
-    return of_blocks.repeat_interleave(min(BLOCK, columns), 1)[:, :columns]

@@ -45,5 +45,9 @@ def step_text(storage: str, rule: str = "adamw") -> str:
     names = set(re.findall(r"\w+", struct))
     if rule in ("adamw", "adam"):
         names |= {"AdamScalars", "begin_adam", "end_adam"}
+    if row.arithmetic == "expansion":
+        names |= {"AdamW", "Parts", "Pair", "narrow", "fast_two_sum", "grow", "product"}
+    if row.weight.parts == 2:
+        names.add("InTwoParts")
     shown = [x[0] for x in DEFINITION.finditer(step_cpp.STEP_H.read_text()) if x[1] in names]
     return "\n".join([*shown, struct])

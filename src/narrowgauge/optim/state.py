@@ -10,7 +10,7 @@ removes between two steps is seen by the next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +26,7 @@ from narrowgauge.spec.storages import WINDOW
 
 
 class State(dict[str, Any]):
-    """Hold the tensors of one parameter by name. A packed state has another name than torch's.
-
-    ``kept`` is what the last step made of it on a CPU, and from what. No copy has it.
-    """
-
-    kept: Any = (None, None)
-
-    def __getstate__(self) -> None:
-        return None
+    """Hold the tensors of one parameter by name. A packed state has another name than torch's."""
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(
@@ -43,31 +35,18 @@ class State(dict[str, Any]):
         )
 
 
-class Spec(NamedTuple):
-    """Describe a local tensor of a state.
-
-    Attributes:
-        kind: the attribute of :class:`LocalState` that holds it.
-        field: its name there.
-        name: its name in ``optimizer.state``.
-    """
-
-    kind: str
-    field: str
-    name: str
-    dtype: torch.dtype
-    shape: Sequence[int]
-
-
-def specs_of(parameter: Tensor, kernel: Kernel, extras: Shapes) -> list[Spec]:
-    """Return the local tensors of a parameter's state."""
+def specs_of(
+    parameter: Tensor, kernel: Kernel, extras: Shapes
+) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
+    """Return the dtypes and shapes of the local tensors of a parameter's state."""
     shape = local_of(parameter).shape
-    specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
+    specs: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
+    for plane in kernel.planes:
+        specs[plane.name] = plane.dtype, shape
     for name in kernel.scaled:
-        form = bounds_shape(shape, row_dims(parameter.shape))
-        specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, form))
+        specs[f"{name}_bound"] = torch.float32, bounds_shape(shape, row_dims(parameter.shape))
     for name, form in extras.items():
-        specs.append(Spec("extras", name, name, torch.float32, form))
+        specs[name] = torch.float32, form
     return specs
 
 
@@ -85,17 +64,16 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Shapes) -> State:
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
     if any(storage.code(name).lowest in (WINDOW, 2 * WINDOW) for name, _ in storage.states):
         state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
-    forms = {"planes": parameter.shape, "bounds": bounds_shape(parameter.shape, dims)}
-    for kind, field, name, dtype, shape in specs_of(parameter, kernel, extras):
-        if kind == "planes":
-            tensor = torch.zeros_like(local, dtype=dtype)
-        else:
-            tensor = local.new_zeros(shape, dtype=dtype)
-        if field == "master":
+    for plane in kernel.planes:
+        tensor = torch.zeros_like(local, dtype=plane.dtype)
+        if plane.name == "master":
             tensor.copy_(local)
-        if kind in forms:
-            tensor = placed_like(parameter, tensor, forms[kind])
-        state[name] = tensor
+        state[plane.name] = placed_like(parameter, tensor, parameter.shape)
+    for name in kernel.scaled:
+        tensor = local.new_zeros(bounds_shape(local.shape, dims), dtype=torch.float32)
+        state[f"{name}_bound"] = placed_like(parameter, tensor, bounds_shape(parameter.shape, dims))
+    for name, form in extras.items():
+        state[name] = local.new_zeros(form, dtype=torch.float32)
     return state
 
 
@@ -125,9 +103,8 @@ class LocalState:
         entry: ``optimizer.state`` of the owner.
         tensors: the local tensors of the state by name, without counts and notes.
         planes: those in the parameter's shape.
-        bounds: for each scaled code, a bound on the exact values of each block: float32
-            ``[rows, blocks]``. A rounded value may exceed its bound: the window ends at 1.7 times the
-            power of two above.
+        bounds: for each scaled code, a bound on the exact values of each block, float32. A rounded
+            value may exceed its bound: the window ends at 1.7 times the power of two above.
         form: rows and columns.
         extras: a matrix rule's states that are separate from the weight, float32.
         step: the number of steps taken.
@@ -157,18 +134,13 @@ class LocalState:
             )
         dims = row_dims(owner.shape) if kernel.scaled else 0
         self.form = as_rows(self.parameter.shape, dims)
-        block_form = self.form[0], -(-self.form[1] // BLOCK)
-        self.tensors: dict[str, Tensor] = {}
-        self.planes: dict[str, Tensor] = {}
-        self.bounds: dict[str, Tensor] = {}
-        self.extras: dict[str, Tensor] = {}
         key = self.parameter.shape, owner.shape
         specs = kernel.specs.get(key)  # each step asks for each tensor
         if specs is None or extras:
             specs = kernel.specs[key] = specs_of(owner, kernel, extras)
-        into = vars(self)
         device = self.parameter.device
-        for kind, field, name, dtype, shape in specs:
+        self.tensors: dict[str, Tensor] = {}
+        for name, (dtype, shape) in specs.items():
             value: Any = entry.get(name)
             local = local_of(value)
             if value is None or local.dtype is not dtype or local.shape != shape:
@@ -177,9 +149,9 @@ class LocalState:
                 entry[name] = value.to(device)
                 local = local_of(entry[name])
             self.tensors[name] = local
-            if kind == "bounds":
-                local = local.view(block_form)
-            into[kind][field] = local
+        self.planes = {plane.name: self.tensors[plane.name] for plane in kernel.planes}
+        self.bounds = {name: self.tensors[f"{name}_bound"] for name in kernel.scaled}
+        self.extras = {name: self.tensors[name] for name in extras}
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is

@@ -309,6 +309,7 @@ template <int M> struct Upper {
   static constexpr bool IS_SCALED = false, IS_RANDOM = false;
   INLINE Floats decode(Ints lane, const Scale&) { return float_of(lane); }
   INLINE Ints encode(Floats x, Ints, const Scale&) { return rounded<DROP>(quiet(x)); }
+  INLINE Ints toward_zero(Floats x) { return quiet(x); }
 };
 // A small float of E exponent and M mantissa bits from BIT on, whose smallest normal value is
 // 2^LOWEST. It has subnormals. Larger values and NaN become the largest. HELD: what is not zero stays
@@ -329,6 +330,10 @@ template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Windo
     else if constexpr (IS_EXACT) return Product{x * power(UP), splat(scale.back)};
     else return x * power(UP) * scale.back;
   }
+  // Random bits that are 0 round toward zero.
+  INLINE Ints toward_zero(Floats x) {
+    return Window<E, M, LOWEST, KIND, BIT, Share{0}>::encode(x, Ints{}, Scale{});
+  }
   INLINE Ints encode(Floats x, Ints random, const Scale& scale) {
     const Ints bits = int_of((IS_SCALED ? x * scale.into : x) * power(-UP));
     Ints code = dithered<DROP, SHARE>(smaller(bits & MAGNITUDE, LAST), random) >> DROP;
@@ -344,10 +349,32 @@ struct Nothing : Upper<23> {  // of a rule without this state
   INLINE Floats decode(Ints, const Scale&) { return Floats{}; }
 };
 
+// ── Collage: a narrow number is a float32 without its DROP lowest bits, a pair an exact sum of two ─
+
+struct Pair { Floats high, low; };
+template <int DROP> INLINE Floats narrow(Floats x) { return float_of(cut<DROP>(rounded<DROP>(int_of(x)))); }
+// Of a sum: the rounded one and its error. The exponent of a is not below b's.
+template <int DROP> INLINE Pair fast_two_sum(Floats a, Floats b) {
+  const Floats sum = narrow<DROP>(a + b);
+  return {sum, b - (sum - a)};
+}
+template <int DROP> INLINE Pair grow(Pair x, Floats a) {
+  const Floats sum = narrow<DROP>(x.high + a), of_a = sum - x.high;
+  const Floats error = (x.high - (sum - of_a)) + (a - of_a);
+  return fast_two_sum<DROP>(sum, narrow<DROP>(x.low + error));
+}
+template <int DROP> INLINE Pair product(Pair x, Pair y) {
+  const Floats exact = x.high * y.high, high = narrow<DROP>(exact), error = narrow<DROP>(exact - high);
+  const Floats crossed = narrow<DROP>(narrow<DROP>(x.low * y.high) + x.high * y.low);
+  return fast_two_sum<DROP>(high, narrow<DROP>(crossed + error));
+}
+
 // ── weights: what lies beside the visible one ────────────────────────────────────────────────────
 // read returns the weight of the rule, and a low part that is added to its change. write adds the
 // change. STORED_FROM is the bit from which a plane of its own is stored, or -1.
 
+// An infinite weight, or NaN, stays. A rule would turn its decay into NaN.
+INLINE Floats finite_or_zero(Floats w) { return float_of(int_of(w) & ((int_of(w) & MAGNITUDE) < EXPONENT)); }
 struct Whole {  // fills its lane
   static constexpr int STORED_FROM = -1;
   static constexpr bool HAS_LOW = false, IS_RANDOM = false;
@@ -399,24 +426,42 @@ template <class V> struct Master : Whole {
     master = quiet(x);
   }
 };
-// A second bfloat16, Kahan's compensation: it belongs to the weight if their sum rounds to it.
-template <class V> struct Compensated : Whole {
-  static_assert(V::BELOW == 16);
+// A second part in a code of 16 bits. It belongs to the weight if their sum rounds to it.
+template <class V, class Low> struct InTwoParts : Whole {
   static constexpr bool HAS_LOW = true;
   INLINE Ints belongs(Ints seen, Floats low) {  // in the upper half of each lane
-    return upper_equal(rounded<16>(int_of(float_of(seen) + low)), seen);
+    const Ints sum = rounded<V::BELOW>(int_of(V::scaled(V::value(seen) + low)));
+    if constexpr (V::BELOW == 16) return upper_equal(sum, seen);
+    else return cut<V::BELOW>(sum) == seen;
   }
   INLINE Floats read(Ints seen, Ints lane, Floats& low) {
-    low = float_of(lane);
+    low = value_of(Low::decode(lane, Scale{}));
     low = float_of(belongs(seen, low) & int_of(low));
-    return float_of(seen);
+    return V::value(seen);
   }
+  // To nearest, or toward zero where the nearest one does not belong.
+  INLINE Ints encode(Ints seen, Floats rest) {
+    const Ints nearest = cut<16>(Low::encode(rest, Ints{}, Scale{}));
+    const Ints is_own = belongs(seen, value_of(Low::decode(nearest, Scale{})));
+    return upper_where(is_own, nearest, Low::toward_zero(rest));
+  }
+};
+// Kahan's: what the weight did not absorb is added to the next change.
+template <class V, class Low> struct Compensated : InTwoParts<V, Low> {
   INLINE void write(Floats weight, Floats low, Floats change, Ints, Ints& seen, Ints& lane) {
     const Floats total = low + change;
-    seen = cut<16>(rounded<16>(quiet(weight + total)));
-    // To nearest, or toward zero where the nearest one does not belong.
-    const Ints rest = quiet(total - (float_of(seen) - weight)), nearest = cut<16>(rounded<16>(rest));
-    lane = upper_where(belongs(seen, float_of(nearest)), nearest, rest);
+    seen = cut<V::BELOW>(rounded<V::BELOW>(quiet(weight + total)));
+    lane = InTwoParts<V, Low>::encode(seen, total - (V::value(seen) - weight));
+  }
+};
+// Collage's: a pair grows by the change. An infinite one, or NaN, stays, without a second part.
+template <class V, class Low> struct Grown : InTwoParts<V, Low> {
+  INLINE void write(Floats weight, Floats low, Floats change, Ints, Ints& seen, Ints& lane) {
+    const Pair grown = grow<V::BELOW>({finite_or_zero(weight), low}, change);
+    const Ints stays = (int_of(weight) & MAGNITUDE) >= EXPONENT;
+    const Ints bits = quiet(V::scaled(where(stays, weight, grown.high)));
+    seen = V::in_range(cut<V::BELOW>(rounded<V::BELOW>(bits)));
+    lane = InTwoParts<V, Low>::encode(seen, where(stays, 0.0f, grown.low));
   }
 };
 
@@ -426,6 +471,7 @@ template <class V> struct Compensated : Whole {
 // weight. GIVEN: a matrix rule, whose change is a stream.
 
 struct Moments { Floats first, second; };
+struct Parts : Moments { Floats rest; };  // the second part of the second moment, old and new
 // An average moved by a share. LESS: no share is 1, which would give the value itself.
 template <bool LESS> INLINE Floats toward(Floats old, Floats x, float share) {
   return LESS || share != 1 ? old + (x - old) * share : x;
@@ -433,13 +479,12 @@ template <bool LESS> INLINE Floats toward(Floats old, Floats x, float share) {
 template <bool LESS> INLINE Floats toward(Product old, Floats x, float share) {
   return LESS || share != 1 ? fused(old.x, old.by, fused(-old.x, old.by, x) * share) : x;
 }
-// An infinite weight, or NaN, stays. A rule would turn its decay into NaN.
-INLINE Floats finite_or_zero(Floats w) { return float_of(int_of(w) & ((int_of(w) & MAGNITUDE) < EXPONENT)); }
 // The square of a finite gradient may be infinite. Such a weight is frozen, as torch's. Windows end.
 INLINE Floats unless_frozen(Floats old, Floats next) { return where(old < INFINITE, next, old); }
 INLINE Floats unless_frozen(Product, Floats next) { return next; }
 
 template <int NUM_STATES, bool IS_PENALIZED = false, bool IS_GIVEN = false> struct Rule {
+  typedef Moments Next;
   static constexpr int STATES = NUM_STATES;
   static constexpr bool PENALIZED = IS_PENALIZED, GIVEN = IS_GIVEN;
 };
@@ -466,6 +511,38 @@ struct AdamW : Rule<2> {
   IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
   BEGIN { return begin_adam<LESS>(g, old_m, old_v, next, s); }
   CHANGE { return end_adam(waits, m, s) + s.negative_decay * w; }
+};
+// AdamW in narrow numbers. Blocks have the bounds of AdamW, whose `begin` takes Moments.
+template <int DROP, bool IS_PAIR> struct Collage : AdamW {
+  typedef Parts Next;
+  using AdamW::begin;
+  INLINE Floats narrow(Floats x) { return ::narrow<DROP>(x); }
+  INLINE Floats average(Floats old, Floats share, Floats increment) {
+    return narrow(narrow(old * (1.0f - share)) + increment);
+  }
+  INLINE Pair average(Pair old, Floats share, Floats increment) {
+    const Floats beta = 1.0f - share, high = narrow(beta);
+    return grow<DROP>(product<DROP>(old, {high, narrow(beta - high)}), narrow(increment));
+  }
+  template <bool LESS, class A, class B>
+  INLINE Floats begin(Floats, Floats g, A old_m, B old_v, Parts& next, const Scalars& s) {
+    g = narrow(float_of(quiet(g)));
+    const Floats share1 = splat(s.one_minus_beta1), share2 = splat(s.one_minus_beta2);
+    next.first = average(value_of(old_m), share1, share1 * g);
+    if constexpr (IS_PAIR) {
+      const Pair second = average(Pair{value_of(old_v), next.rest}, share2, share2 * g * g);
+      next.rest = second.low;
+      next.second = second.high;
+    } else {
+      next.second = average(value_of(old_v), share2, share2 * g * g);
+    }
+    return root(next.second);
+  }
+  CHANGE {
+    const Floats root_v = narrow(narrow(waits) * s.inverse_root_correction2);
+    const Floats step = narrow(narrow(m * s.negative_step_size) / narrow(root_v + s.eps));
+    return narrow(step + narrow(w * s.negative_decay));
+  }
 };
 struct Adam : Rule<2, true> {
   struct Scalars : AdamScalars { float weight_decay; };
@@ -516,11 +593,11 @@ struct Given : Rule<0, false, true> {
 };
 
 // ── storages: a visible format, a weight, codes of states, and the planes of their fields ─────────
-// step_cpp.py writes one as a struct Row with the types V, W, First, Second, and a LAYOUT.
+// step_cpp.py writes one as a struct Row with the types V, W, First, Second, Rest, and a LAYOUT.
 
 struct Layout {
   int planes = 0, bytes[4] = {};
-  int low = -1, first = -1, second = -1;  // planes
+  int low = -1, first = -1, second = -1, rest = -1;  // planes
 };
 
 // ── one lane ─────────────────────────────────────────────────────────────────────────────────────
@@ -540,12 +617,13 @@ template <class S, class R> struct Step {
   typedef typename S::W W;
   typedef typename S::First First;
   typedef typename S::Second Second;
+  typedef typename S::Rest Rest;
   static constexpr Layout L = S::LAYOUT;
   static constexpr bool IS_SCALED = First::IS_SCALED || Second::IS_SCALED;
   struct Waiting {
     Ints random;
     Floats weight, low, waits;
-    Moments next;
+    typename R::Next next;
   };
   static constexpr bool IS_RANDOM = W::IS_RANDOM || First::IS_RANDOM || Second::IS_RANDOM;
   static constexpr bool IS_CUT_BY_STORE = W::STORED_FROM >= 0 && L.low != L.first;
@@ -559,6 +637,7 @@ template <class S, class R> struct Step {
     y.weight = W::read(x.seen, W::take(lane_of(x, L.low)), y.low);
     const auto m = First::decode(lane_of(x, L.first), scales.first);
     const auto v = Second::decode(lane_of(x, L.second), scales.second);
+    if constexpr (L.rest >= 0) y.next.rest = value_of(Rest::decode(x.plane[L.rest], scales.second));
     y.random = Ints{};
     if (IS_RANDOM) y.random = random_bits(int_of(y.weight) ^ V::mantissa(x.gradient), n.seed);
     const Floats w = finite_or_zero(y.weight), g = x.gradient * n.gradient_scale;
@@ -581,6 +660,7 @@ template <class S, class R> struct Step {
     if constexpr (L.low >= 0) y.plane[L.low] = IS_CUT_BY_STORE ? low : W::place(low);
     if constexpr (L.first >= 0) y.plane[L.first] |= First::encode(x.next.first, x.random, scales.first);
     if constexpr (L.second >= 0) y.plane[L.second] |= Second::encode(x.next.second, x.random, scales.second);
+    if constexpr (L.rest >= 0) y.plane[L.rest] |= Rest::encode(x.next.rest, x.random, scales.second);
     return y;
   }
 };
@@ -917,9 +997,9 @@ INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t coun
 // ── what a library exports: step_cpp.py appends one of these ──────────────────────────────────────
 
 #define PROGRAMS const int64_t *table, const int32_t *tiles, int64_t count
-#define EXPORT_STEP(STORAGE, RULE)                                                                 \
+#define EXPORT_STEP(...)                                                                           \
   extern "C" void step(PROGRAMS, const float* numbers, const float* control, int32_t threads) {    \
-    Programs<STORAGE, RULE>::step(table, tiles, count, numbers, control, threads);                 \
+    Programs<__VA_ARGS__>::step(table, tiles, count, numbers, control, threads);                   \
   }
 #define EXPORT_NORM                                                                                \
   extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \

@@ -29,6 +29,7 @@ from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.step_cpp import has_kernel
 from narrowgauge.optim.table import Batch, Table
+from narrowgauge.torch_support.compile import COMPILE_ELEMENTS
 from narrowgauge.torch_support.proof import TORCH, language_on
 
 
@@ -81,11 +82,9 @@ class Step:
         definition.average_gradient(state, numbers)
         matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
         state.change = None
-        if matrix.ndim == 2:
-            _direct(state, matrix, (), options, numbers)
-        else:
-            for place, part in enumerate(matrix):
-                _direct(state, part, (place,), options, numbers)
+        is_stack = matrix.ndim == 3
+        for place, part in enumerate(matrix if is_stack else [matrix]):
+            _direct(state, part, (place,) if is_stack else (), options, numbers)
         state.change = own_part(owner, matrix.view(owner.shape))
         del matrix
         self._write(state.kernel, {numbers: [state]})
@@ -120,7 +119,10 @@ class Step:
             reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
         else:
             way = TORCH
-            reason = reason or definition.why_not_compiled(states, self.compile is True)
+            count = sum(state.parameter.numel() for state in states)
+            if device.type == "cpu" and count < COMPILE_ELEMENTS and not self.compile:
+                why = f"{count:,} elements, and no kernel is written for the rule or storage"
+                reason = reason or why
         kernel.how_it_ran = f"definition: {reason}" if reason else way
         return reason
 

@@ -1,19 +1,20 @@
 """The step of all tensors on a CPU: what of ``step.h`` a (rule, storage) needs, and its functions.
 
 ``step.h`` has a struct for each code, weight and rule. A storage is a struct that names them, with
-the places of their fields (:func:`narrowgauge.optim.planes.layout_of`).
+the places of their fields (:func:`row_of`).
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from narrowgauge.optim.planes import Field, layout_of
+from narrowgauge.optim.planes import Field, fields_of, planes_of, roles
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
-from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.torch_support.cpp import build
 from narrowgauge.torch_support.proof import CPP
 
@@ -41,11 +42,58 @@ def struct_of(rule: AnyRule) -> str:
 
 def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
     """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
-    in float32 alone, and on a GPU not for float16 weights and Kahan's low parts.
+    not in float64, and on a GPU not for float16 weights and second parts of weights.
     """
     if language != CPP and (storage.visible == "float16" or storage.weight.parts == 2):
         return False
-    return storage.arithmetic == "float32" and bool(struct_of(rule))
+    return storage.arithmetic != "float64" and bool(struct_of(rule))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold the constants of a (rule, storage) in both languages.
+
+    Attributes:
+        rule: the name of its struct in ``step.h``.
+        scalars: how many the rule has.
+        is_given: whether the change is a stream, of a matrix rule.
+        addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
+            change, and the bounds of blocks.
+        bytes: of the weight and of each plane.
+        below: the bits of a float32 that a visible format in fewer bits lacks.
+        fields: of what lies beside the weight, of two states, and of the second part of the last.
+        num_scaled: states with a scale for each block.
+    """
+
+    rule: str
+    scalars: int
+    is_given: bool
+    addresses: int
+    bytes: tuple[int, ...]
+    below: int
+    fields: tuple[Field, ...]
+    num_scaled: int
+
+
+@lru_cache
+def row_of(rule: AnyRule, storage: Storage) -> Row:
+    """Return the constants of a (rule, storage) that has a kernel: its rule has two states at most."""
+    size = VISIBLE[storage.visible][0]
+    sizes = [size // 8] + [plane.dtype.itemsize for plane in planes_of(storage)]
+    fields = [fields_of(storage)[name] for name in roles(storage)]
+    fields += [Field()] * (3 - len(fields))
+    fields.append(fields_of(storage).get("exp_avg_sq_low", Field()))
+    is_given = isinstance(rule, MatrixRule)
+    return Row(
+        rule=struct_of(rule),
+        scalars=len(rule.scalars),
+        is_given=is_given,
+        addresses=1 + len(sizes) + is_given + len(storage.scaled),
+        bytes=tuple(sizes),
+        below=32 - size,
+        fields=tuple(fields),
+        num_scaled=len(storage.scaled),
+    )
 
 
 # ── what is appended to step.h ────────────────────────────────────────────────────────────────────
@@ -72,11 +120,12 @@ def _share(field: Field) -> str:
     return f"Share{{{start}, {borrowed}}}"
 
 
-def _weight(visible: str, field: Field, bit: int) -> str:
+def _weight(storage: Storage, visible: str, field: Field, bit: int) -> str:
     if field.name == "master":
         return f"Master<{visible}>"
     if field.name == "weight_low":
-        return f"Compensated<{visible}>"
+        struct = "Grown" if storage.arithmetic == "expansion" else "Compensated"
+        return f"{struct}<{visible}, {_code(field, bit)}>"
     if field.name == "tail":
         return f"Tail<{visible}, {field.bits}, {field.drop}, {bit}, {_share(field)}>"
     return f"Alone<{visible}, {_share(field)}>"
@@ -86,22 +135,26 @@ def library_text(rule: AnyRule, storage: Storage) -> str:
     """Return what is appended to ``step.h``: the struct of a storage, with its format, weight and
     codes, and the planes of their fields.
     """
-    layout = layout_of(storage)
+    row = row_of(rule, storage)
     visible = FORMATS[storage.visible]
-    weight, first, second = layout.fields
-    bits = [32 - 8 * layout.bytes[field.plane] + field.shift for field in layout.fields]
-    planes = ", ".join(str(field.plane - 1) for field in layout.fields)
-    sizes = ", ".join(map(str, layout.bytes[1:]))
+    weight, first, second, rest = row.fields
+    bits = [32 - 8 * row.bytes[field.plane] + field.shift for field in row.fields]
+    planes = ", ".join(str(field.plane - 1) for field in row.fields)
+    sizes = ", ".join(map(str, row.bytes[1:]))
+    struct = row.rule
+    if storage.arithmetic == "expansion":
+        struct = f"Collage<{visible}::BELOW, {str(bool(rest.name)).lower()}>"
     return f"""namespace {{  // libraries of one process share the names of other structs
 struct Row {{
   typedef {visible} V;
-  typedef {_weight(visible, weight, bits[0])} W;
+  typedef {_weight(storage, visible, weight, bits[0])} W;
   typedef {_code(first, bits[1])} First;
   typedef {_code(second, bits[2])} Second;
-  static constexpr Layout LAYOUT{{{len(layout.bytes) - 1}, {{{sizes}}}, {planes}}};
+  typedef {_code(rest, bits[3])} Rest;
+  static constexpr Layout LAYOUT{{{len(row.bytes) - 1}, {{{sizes}}}, {planes}}};
 }};  // {storage.name}
 }}
-EXPORT_STEP(Row, {struct_of(rule)})
+EXPORT_STEP(Row, {struct})
 """
 
 

@@ -5,7 +5,7 @@ steps some blocks of 256 elements. Words stand at the bottom of 32-bit integers.
 ``sqrt_rn`` round as on a CPU, and a launch fuses no multiply-add. Triton's interpreter runs this file
 on a CPU (:func:`narrowgauge.torch_support.triton.load`).
 
-Constants of a step are a ``row`` (:class:`narrowgauge.optim.table.Row`), constants of a
+Constants of a step are a ``row`` (:class:`narrowgauge.optim.step_cpp.Row`), constants of a
 code a ``field`` (:class:`narrowgauge.optim.planes.Field`).
 """
 
@@ -285,7 +285,7 @@ def bound_of(x, y, old, is_idle):
 @triton.jit
 def set_bounds(tile, sizes, slope, weight, s, row: tl.constexpr):
     """Set the bounds of blocks. Return the multipliers of both codes: into their windows, and back."""
-    first = tl.load(sizes - row.layout.num_scaled).to(tl.pointer_type(tl.float32)) + tile[3]
+    first = tl.load(sizes - row.num_scaled).to(tl.pointer_type(tl.float32)) + tile[3]
     second = tl.load(sizes - 1).to(tl.pointer_type(tl.float32)) + tile[3]
     is_inside = tile[2] > 0
     m, v = tl.load(first, mask=is_inside, other=0.0), tl.load(second, mask=is_inside, other=0.0)
@@ -302,47 +302,46 @@ def set_bounds(tile, sizes, slope, weight, s, row: tl.constexpr):
 @triton.jit
 def walk(tile, sizes, numbers, control, row: tl.constexpr):
     """Step the elements of a tile."""
-    L: tl.constexpr = row.layout
     s = (numbers,)
     NUM_SCALARS: tl.constexpr = row.scalars
     for k in tl.static_range(0, NUM_SCALARS):
         s += (tl.load(numbers + k),)
     s = s[1:]
     seed = int_of(tl.load(numbers + row.scalars))
-    bits = load(tile, 0, L.bytes[0]) << L.below
+    bits = load(tile, 0, row.bytes[0]) << row.below
     gradient = load_gradient(tile, tl.load(sizes + 3))
     words = (bits,)  # the first stands for a field that is not stored
-    for k in tl.static_range(1, len(L.bytes)):
-        words += (load(tile, 1 + k, L.bytes[k]),)
+    for k in tl.static_range(1, len(row.bytes)):
+        words += (load(tile, 1 + k, row.bytes[k]),)
     scales = 1.0, 1.0, 1.0, 1.0
-    if L.num_scaled > 0:
+    if row.num_scaled > 0:
         slope = peaks_of(gradient) * tl.abs(tl.load(control))
         weight = peaks_of(finite_or_zero(float_of(bits)))
         scales = set_bounds(tile, sizes, slope, weight, s, row)
-    x = read_weight(words, bits, L, L.fields[0])
-    m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
-    random = random_bits(int_of(x) ^ ((int_of(gradient) & 0x7FFFFF) >> L.below), seed)
+    x = read_weight(words, bits, row, row.fields[0])
+    m, v = decode(words, row.fields[1], scales[1]), decode(words, row.fields[2], scales[3])
+    random = random_bits(int_of(x) ^ ((int_of(gradient) & 0x7FFFFF) >> row.below), seed)
     g = gradient * tl.load(control)
     change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
     if row.is_given:
-        change = float_of(load(tile, 1 + len(L.bytes), 4)) + finite_or_zero(x) * s[0]
-    bits, beside = write_weight(x + change, random, L, L.fields[0])
-    first = encode(m, random, L.fields[1], scales[0])
-    second = encode(v, random, L.fields[2], scales[2])
+        change = float_of(load(tile, 1 + len(row.bytes), 4)) + finite_or_zero(x) * s[0]
+    bits, beside = write_weight(x + change, random, row, row.fields[0])
+    first = encode(m, random, row.fields[1], scales[0])
+    second = encode(v, random, row.fields[2], scales[2])
     new_words = beside, first, second
-    store(tile, 0, L.bytes[0], bits >> L.below)
-    for k in tl.static_range(1, len(L.bytes)):
+    store(tile, 0, row.bytes[0], bits >> row.below)
+    for k in tl.static_range(1, len(row.bytes)):
         word = bits & 0
         for j in tl.static_range(0, 3):
-            if L.fields[j].plane == k:
+            if row.fields[j].plane == k:
                 word |= new_words[j]
-        store(tile, 1 + k, L.bytes[k], word)
+        store(tile, 1 + k, row.bytes[k], word)
 
 
 @triton.jit
 def step(table, tiles, numbers, control, row: tl.constexpr):
     """Step the elements of a program, unless the step is skipped."""
-    start, begin, size, block, sizes = find(table, tiles, row.addresses, row.layout.num_scaled > 0)
+    start, begin, size, block, sizes = find(table, tiles, row.addresses, row.num_scaled > 0)
     numbers += tl.load(sizes + 5) * (row.scalars + 1)
     size = tl.where(tl.load(control + 1) == 0, size, 0)
     if tl.load(sizes + 4) != 0:

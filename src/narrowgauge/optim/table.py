@@ -13,9 +13,9 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import CDLL
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from narrowgauge.optim import step_cpp
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.planes import BLOCK, Layout, layout_of
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.planes import BLOCK
+from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState
+from narrowgauge.optim.step_cpp import row_of
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.proof import CPP, language_on
@@ -50,60 +51,28 @@ Batch = Mapping[Numbers, Sequence[LocalState]]
 """The numbers of a step, and the states that it steps with them."""
 
 
-def kernels_of(device: torch.device) -> Any:
-    """Return the module of a GPU's kernels, or ``None`` on a CPU."""
-    if language_on(device) == CPP:
-        return None
-    return triton.load(TRITON_MODULE, device.type == "cpu")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Hold the constants of a (rule, storage) in Triton.
-
-    Attributes:
-        rule: the name of its struct in ``step.h``.
-        scalars: how many the rule has.
-        is_given: whether the change is a stream, of a matrix rule.
-        addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
-            change, and the bounds of blocks.
-        layout: of the storage.
-    """
-
-    rule: str
-    scalars: int
-    is_given: bool
-    addresses: int
-    layout: Layout
-
-
-@lru_cache
-def row_of(rule: AnyRule, storage: Storage) -> Row:
-    """Return the constants of a (rule, storage) that has a kernel."""
-    layout = layout_of(storage)
-    is_given = isinstance(rule, MatrixRule)
-    return Row(
-        rule=step_cpp.struct_of(rule),
-        scalars=len(rule.scalars),
-        is_given=is_given,
-        addresses=1 + len(layout.bytes) + is_given + layout.num_scaled,
-        layout=layout,
-    )
-
-
 class Programs:
     """Hold the table of some tensors on one device, and the tensor of each program.
 
     Its memory stays while tensors of the same sizes are read.
+
+    Args:
+        library: returns the kernels of a CPU. Those of a GPU are a module.
 
     Attributes:
         rows, numbers: on the host, NumPy's.
         tiles: on the device.
     """
 
-    def __init__(self, device: torch.device, num_addresses: int, num_scalars: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, library: Callable[[], CDLL], num_addresses: int, num_scalars: int = 0
+    ) -> None:  # fmt: skip
         self.device = device
         self.is_cpp = language_on(device) == CPP
+        if self.is_cpp:
+            self.kernels: Any = library()
+        else:
+            self.kernels = triton.load(TRITON_MODULE, device.type == "cpu")
         addresses = "addresses", np.int64, (num_addresses,)
         self.columns = np.dtype([addresses, *[(name, np.int64) for name in SIZES]])
         self.numbers = np.zeros((0, num_scalars), np.float32)
@@ -141,10 +110,13 @@ class Programs:
         self._table = to_device(torch.from_numpy(self.rows.view(np.int64)), self.device)
         return to_device(torch.from_numpy(self.numbers), self.device)
 
-    def call(self, function: Any, *arguments: Any, **constants: Any) -> None:
-        """Run a kernel over all programs, with its arguments after the table and the programs."""
+    def call(self, name: str, *arguments: Any, **constants: Any) -> None:
+        """Run a kernel over all programs, with its arguments after the table and the programs, and
+        on a GPU its constants.
+        """
         if not len(self.tiles):
             return
+        function = getattr(self.kernels, name)
         if self.is_cpp:
             pointers = [self.rows.ctypes.data, self.tiles.data_ptr(), len(self.tiles)]
             for x in arguments:
@@ -161,11 +133,10 @@ class Table:
     """Step tensors of one (rule, storage) that has a kernel, on one device."""
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
-        self.rule = rule
         self.storage = storage
         self.row = row_of(rule, storage)
-        self.programs = Programs(device, self.row.addresses, self.row.scalars + 1)
-        self.module = kernels_of(device)
+        library = partial(step_cpp.functions, rule, storage)
+        self.programs = Programs(device, library, self.row.addresses, self.row.scalars + 1)
 
     def step(self, batch: Batch, control: Tensor) -> None:
         """Step states in place, which have their gradients.
@@ -193,12 +164,8 @@ class Table:
         for row, numbers in zip(programs.numbers, batch, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
-        scalars = programs.send(self.row.layout.num_scaled)
-        if self.module is None:
-            function = step_cpp.functions(self.rule, self.storage).step
-            programs.call(function, scalars, control)
-        else:
-            programs.call(self.module.step, scalars, control, row=self.row)
+        scalars = programs.send(self.row.num_scaled)
+        programs.call("step", scalars, control, row=self.row)
         for column, tensor, memory in copies:
             if column != 1:  # a gradient is read
                 tensor.data.copy_(memory)  # which raises no version

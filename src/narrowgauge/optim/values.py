@@ -50,14 +50,6 @@ def store_weight(state: LocalState, values: Tensor) -> None:
         span.store(fields)
 
 
-def store_low_bits(state: LocalState, random: Tensor) -> None:
-    """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
-    the parameter's shape.
-    """
-    for span in spans(state, random):
-        span.store(cells.random_low_bits(state.storage, span.lane(), span.arguments[0]))
-
-
 def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> None:
     """Store the values of a state.
 
@@ -69,7 +61,8 @@ def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> N
     storage = state.storage
     value = values.detach().to(codes.value_dtype(storage))
     if name in state.bounds:
-        state.bounds[name].copy_(block_peaks(state.in_rows(value)))
+        bound = state.bounds[name]
+        bound.copy_(block_peaks(state.in_rows(value)).view(bound.shape))
     for span in spans(state, value):
         # The random bits are a hash of the stored weights, as in a step.
         lane = span.lane()

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics.chunks import chunk_size
+from narrowgauge.numerics.hashing import signed
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.planes import INTEGER, planes_of, spread
+from narrowgauge.optim.planes import BLOCK, INTEGER, planes_of
 from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
@@ -67,24 +66,19 @@ class Span:
 
     def spread(self, of_blocks: Tensor) -> Tensor:
         """Return a value of each block for each of its elements."""
-        return spread(of_blocks, self.weight.shape[1])
+        columns = self.weight.shape[1]
+        return of_blocks.repeat_interleave(min(BLOCK, columns), 1)[:, :columns]
 
     def store(self, fields: Mapping[str, Tensor]) -> None:
         """Write fields in place. Other fields stay."""
         for plane in planes_of(self.storage):
             values = self.planes[plane.name]
-            kept_bits = 0
-            new = []
+            word = word_of(values)
             for field in plane.fields:
                 if field.name in fields:
-                    new.append(fields[field.name])
-                else:
-                    kept_bits |= ((1 << field.bits) - 1) << field.shift
-            if not new:
-                continue
-            if kept_bits:
-                new.append(word_of(values) & ((kept_bits + (1 << 31)) % (1 << 32) - (1 << 31)))
-            integers_of(values).copy_(reduce(or_, new))
+                    mask = ((1 << field.bits) - 1) << field.shift
+                    word = word & signed(~mask, 32) | fields[field.name]
+            integers_of(values).copy_(word)
 
 
 def spans(
@@ -113,7 +107,7 @@ def spans(
         part = slice(start, start + most)
         weight, *others = [tensor[part] for tensor in tensors]
         planes = dict(zip(state.planes, others, strict=False))
-        bounds = {name: bound[part] for name, bound in state.bounds.items()}
+        bounds = {name: x.view(rows, -1)[part] for name, x in state.bounds.items()}
         yield Span(state.storage, weight, planes, bounds, others[len(planes) :])
     first = 0 if writes else 1
     for tensor, memory in list(zip(live, tensors, strict=False))[first:]:
