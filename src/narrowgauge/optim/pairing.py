@@ -36,8 +36,16 @@ class Kernels:
         self._checked: dict[int, Group] = {}
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Refuse options that the rule cannot obey. Check those that changed since the last call."""
+        """Refuse options that the rule cannot obey, and a group that was not added by
+        ``add_param_group``. Check options that changed since the last call.
+        """
         for place, group in enumerate(groups):
+            if "storage" not in group:
+                raise RecipeError(
+                    f"Cannot step param group {place} because it has no 'storage'.",
+                    "Add a group by optimizer.add_param_group, which fills in the defaults, and not "
+                    "to param_groups.",
+                )
             checked = self._checked.setdefault(place, {})
             for name, value in group.items():
                 if value is checked.get(name, checked):
