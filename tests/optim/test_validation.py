@@ -272,7 +272,7 @@ def test_what_is_refused_changes_nothing() -> None:
 def test_a_group_that_was_appended_is_refused_in_one_line() -> None:
     optimizer = ng.AdamW([narrow(2, 3)])
     optimizer.param_groups.append({"params": [narrow(3)], "lr": 1e-3})
-    with pytest.raises(ng.errors.RecipeError, match="group 1 because it has no 'storage'.*add_"):
+    with pytest.raises(ng.errors.RecipeError, match=r"group 1 because it has no 'storage'.*add_"):
         optimizer.step()
 
 
