@@ -65,7 +65,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     fixed = []
     for name, new in vars(settings).items():
         old = getattr(before, name)
-        if name not in ("out", "data", "stop_after", "report_to") and new != old:
+        if name not in ("out", "data", "stop_after") and new != old:
             words = f"{name} was {old} and is {new}"
             events.append(("changed-settings", f"{words} at step {step}"))
             if step >= settings.steps or name in FIXED:

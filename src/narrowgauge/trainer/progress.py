@@ -1,17 +1,12 @@
-"""What a run shows while it trains: a progress bar in a terminal, else a line now and then; and the
-same numbers for TensorBoard or Weights & Biases.
-"""
+"""What a run shows while it trains: a progress bar in a terminal, else a line now and then."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from rich.progress import Progress as Bar
 
-from narrowgauge.runs.schema import EVAL, STEP, Row, numbers_of
+from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.trainer.settings import Settings
 
 _COLUMNS = ("loss", "tokens_per_second", "lr", "edq")
@@ -28,10 +23,6 @@ class Progress:
         self.task = self.bar.add_task("", total=settings.steps)
         self.bar.start()
 
-    @functools.cached_property
-    def log(self) -> Any:
-        return tracker(self.settings)
-
     def say(self, line: str) -> None:
         if self.is_verbose:
             print(line, flush=True)  # above the bar, if there is one
@@ -40,7 +31,6 @@ class Progress:
         """Show a row that was written. What the record warns of are Python's warnings."""
         step = row["step"]
         steps = self.settings.steps
-        self.log(numbers_of(kind, row), step)
         words = ""
         if kind == "evals":
             words = EVAL["val_loss"].text(row)
@@ -52,25 +42,3 @@ class Progress:
                 words = columns
         if words:
             self.say(f"step {step:>6}/{steps}  {words}")
-
-
-def tracker(settings: Settings) -> Callable[[dict[str, float], int], object]:
-    """Return what takes the numbers of each row, and its step, for ``report_to``."""
-    if settings.report_to == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(str(settings.folder / "tensorboard"))
-
-        def log(numbers: dict[str, float], step: int) -> None:
-            for tag, value in numbers.items():
-                board.add_scalar(tag, value, step)
-            board.flush()
-
-        return log
-    if settings.report_to == "wandb":
-        import wandb
-
-        name = settings.folder.name
-        run = wandb.init(project="narrowgauge", id=name, resume="allow", config=vars(settings))
-        return lambda numbers, step: run.log(numbers, step)
-    return lambda numbers, step: None

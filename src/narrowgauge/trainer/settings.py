@@ -16,7 +16,7 @@ from narrowgauge.errors import DataError, RankError, require_package
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.values import require_choice, require_number
+from narrowgauge.spec.values import require_number
 from narrowgauge.trainer.tokens import open_tokens
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
@@ -66,7 +66,6 @@ class Settings:
     fingerprints_every: int = setting(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.")
     stop_after: int = setting(0, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
-    report_to: str = setting("none", "Also send the numbers to tensorboard or wandb.")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -76,7 +75,6 @@ class Settings:
             kind = type(field.default)
             if kind is not str:
                 require_number(field.name, value, field.metadata["least"], is_whole=kind is int)
-        require_choice("report_to", self.report_to, ("none", "tensorboard", "wandb"))
 
     @property
     def folder(self) -> Path:
@@ -108,8 +106,6 @@ class Settings:
             NarrowgaugeError: an invalid value.
         """
         require_package("transformers")
-        if self.report_to != "none":
-            require_package(self.report_to)
         parts = self.gradient_accumulation_steps
         if self.batch_size % parts or parts % num_ranks:
             raise RankError(
