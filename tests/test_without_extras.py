@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 WITHOUT = """
 import sys
 # As for a package that is not installed: an import fails, and find_spec returns None.
-for name in ("transformers", "tokenizers", "plotly", "rich", "datasets", "accelerate", "lightning", "peft", "pandas"):
+for name in ("transformers", "tokenizers", "plotly", "datasets", "accelerate", "lightning", "peft", "pandas"):
     sys.modules[name] = None
 """
 

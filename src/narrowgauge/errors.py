@@ -78,19 +78,6 @@ class ReportedError(NarrowgaugeError):
         self.status = status
 
 
-class CorruptionError(NarrowgaugeError):
-    """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known."""
-
-    status = 1
-
-    def __init__(
-        self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None
-    ) -> None:
-        super().__init__(message, advice)
-        self.rank = rank
-        self.tensor = tensor
-
-
 def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 

@@ -1,10 +1,6 @@
-"""What a run shows while it trains: a progress bar in a terminal, else a line now and then."""
+"""What a run shows while it trains: a line now and then."""
 
 from __future__ import annotations
-
-import sys
-
-from rich.progress import Progress as Bar
 
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.trainer.settings import Settings
@@ -18,27 +14,20 @@ class Progress:
     def __init__(self, settings: Settings, is_verbose: bool) -> None:
         self.settings = settings
         self.is_verbose = is_verbose
-        self.has_bar = is_verbose and sys.stdout.isatty()
-        self.bar = Bar(disable=not self.has_bar)
-        self.task = self.bar.add_task("", total=settings.steps)
-        self.bar.start()
 
     def say(self, line: str) -> None:
         if self.is_verbose:
-            print(line, flush=True)  # above the bar, if there is one
+            print(line, flush=True)
 
     def row(self, kind: str, row: Row) -> None:
         """Show a row that was written. What the record warns of are Python's warnings."""
         step = row["step"]
         steps = self.settings.steps
+        is_due = step % max(1, min(100, steps // 10)) == 0 or step in (1, steps)
         words = ""
         if kind == "evals":
             words = EVAL["val_loss"].text(row)
-        elif kind == "steps":
-            columns = "  ".join(STEP[name].text(row) for name in _COLUMNS if name in row)
-            self.bar.update(self.task, completed=step, description=columns)
-            is_due = step % max(1, min(100, steps // 10)) == 0 or step in (1, steps)
-            if is_due and not self.has_bar:
-                words = columns
+        elif kind == "steps" and is_due:
+            words = "  ".join(STEP[name].text(row) for name in _COLUMNS if name in row)
         if words:
             self.say(f"step {step:>6}/{steps}  {words}")
