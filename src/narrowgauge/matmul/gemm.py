@@ -194,8 +194,9 @@ def warn_if_emulated(compute: Compute, device: torch.device) -> None:
             formats |= both
     if formats and device.type != "meta":
         warnings.warn(
-            f"{compute.name} multiplies {' and '.join(sorted(formats))}, which this {device.type} "
-            "cannot; it is emulated here with the same values, and no faster than a plain layer.",
+            f"{compute.name} multiplies {' and '.join(sorted(formats))}, for which there is no "
+            f"kernel on this {device.type}; it is emulated here with the same values, and no faster "
+            "than a plain layer.",
             EmulationNotice,
             stacklevel=4,
         )

@@ -47,7 +47,7 @@ def is_page(file: Path) -> bool:
 
 def require_free(path: str | Path) -> None:
     """Refuse to begin a run in a file, or over the files of another run."""
-    require_no_file(Path(path), ["run.toml", *(f"{name}.jsonl" for name in ROW_FILES)])
+    require_no_file(Path(path), [*(f"{name}.jsonl" for name in ROW_FILES), "run.toml"])
 
 
 def require_no_file(path: Path, names: Iterable[str], task: str = "create a run in") -> None:

@@ -1,8 +1,8 @@
 """Kernels: which GPUs multiply which casts' own codes.
 
 A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and
-the chips that run it. A matmul whose casts fit no row of its chip is emulated with the same values:
-those of blocks of 16 and 32 everywhere, and all of AMD's chips, on which nobody has run this project.
+the chips that run it. A matmul whose casts fit no row of its chip is emulated with the same values.
+Blocks of 16 and 32 values have no row, and AMD's chips have none: nobody has run this project there.
 The matmuls, the planner and the documentation read the same table. :mod:`narrowgauge.matmul.native`
 has the function that calls each kernel. Every GPU multiplies int8 and the 16- and 32-bit formats,
 so these need no row.
