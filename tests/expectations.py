@@ -140,7 +140,7 @@ COMPUTES: dict[str, Compute] = {
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2),
     "mxfp4": Compute(2, has=("stochastic",)),
-    "nvfp4": Compute(2, has=("stochastic",)),
+    "nvfp4": Compute(2, reused=("weight",), has=("stochastic",)),
     "scalify": Compute(1, _ALL),
     "scalify-float16": Compute(2),
 }

@@ -48,7 +48,7 @@ def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: No
             optimizer.step()
     assert losses[1] < losses[0]
     assert [str(warning.message) for warning in caught if warning.category is EmulationNotice] == [
-        "bfloat16 multiplies bfloat16, which this cpu cannot; it is emulated here with the same "
+        "bfloat16 multiplies bfloat16, for which there is no kernel on this cpu; it is emulated here with the same "
         "values, and no faster than a plain layer."
     ]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> No
         y.backward(grad)
         assert torch.equal(x.grad, grad @ layer.dequantize().bfloat16())
         assert not rows or torch.equal(layer.bias.grad, grad.sum((0, 1)))
+
+
+def test_layers_that_share_a_weight_share_its_codes() -> None:
+    pytest.importorskip("peft")
+    layers = nn.ModuleDict({name: nn.Linear(IN, OUT, dtype=torch.bfloat16) for name in "abc"})
+    layers["c"].weight = layers["a"].weight
+    for quantize in (quantize_base, quantize_for_inference):
+        model = quantize(copy.deepcopy(layers).requires_grad_(False), "int8-row")
+        assert model["a"].weight_codes is model["c"].weight_codes
+        assert model["a"].weight_scales is model["c"].weight_scales
+        assert model["b"].weight_codes is not model["a"].weight_codes
 
 
 def test_codes_alone_are_not_the_paper_s_form() -> None:

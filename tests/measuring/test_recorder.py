@@ -181,7 +181,7 @@ def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path: P
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
     assert not (tmp_path / "other").exists() and not model._forward_hooks
-    with pytest.raises(RecordError, match="a run is there already"):
+    with pytest.raises(RecordError, match=r"it holds run\.toml"):
         ng.RunRecorder(tmp_path / "run", model, optimizer)
 
 

@@ -1,6 +1,4 @@
-"""Layouts for a GPU's kernels: every scale and every code lies where the published formula says,
-and comes back.
-"""
+"""Four-bit codes: their values are those of ml_dtypes, and packed pairs come back."""
 
 from __future__ import annotations
 
@@ -12,29 +10,9 @@ from narrowgauge.numerics.quantization import (
     four_bit_codes,
     four_bit_values,
     packed_pairs,
-    tiled_scales,
     unpacked_pairs,
 )
-from oracles.cuda_matmuls import tiled_offset, up
 from tables import exhaustive
-
-# A part of a group of 32, groups, tiles, and one more of each.
-ROWS = [1, 5, 31, 32, 33, 64, 65, 96, 127, 128, 129, 256, 257, 385]
-
-
-@exhaustive("rows", ROWS)
-def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
-    for blocks in (1, 3, 4, 5, 8, 13, 33):
-        # Bytes that repeat late: a wrong place shows.
-        row = torch.arange(rows)[:, None]
-        block = torch.arange(blocks)
-        scales = ((row * 37 + block * 101) % 251 + 1).to(torch.uint8)
-        tiled = tiled_scales(scales)
-        assert tiled.is_contiguous() and tiled.shape == (up(rows, 128) * up(blocks, 4),)
-        places = tiled_offset(row, block, up(blocks, 4))
-        assert torch.equal(tiled[places], scales)
-        tiled[places] = 0
-        assert not tiled.any(), "what fills the tiles up is zero"
 
 
 def test_four_bits_are_those_of_ml_dtypes() -> None:

@@ -246,6 +246,13 @@ def test_what_is_refused_changes_nothing() -> None:
     take_steps(optimizer, range(1))
 
 
+def test_a_group_that_was_appended_is_refused_in_one_line() -> None:
+    optimizer = ng.AdamW([narrow(2, 3)])
+    optimizer.param_groups.append({"params": [narrow(3)], "lr": 1e-3})
+    with pytest.raises(ng.errors.RecipeError, match=r"group 1 because it has no '\w+'.*add_"):
+        optimizer.step()
+
+
 def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
     optimizer = ng.Muon([narrow(4, 6)], lr=0.02)
     optimizer.add_param_group({"params": [narrow(5)], "rule": "adamw", "lr": 3e-4})

@@ -115,7 +115,7 @@ def test_405_billion_are_planned_as_they_ran() -> None:
     ("chip", "first"),
     [
         ("V100-SXM2-32GB", "float16/split"), ("A100-SXM4-80GB", "bfloat16/word"), ("H100-SXM", "float8-row/word"),
-        ("MI300X", "float8-row/word"), ("B200", "float8-row/word"),
+        ("MI300X", "bfloat16/word"), ("B200", "float8-row/word"),
     ],
 )  # fmt: skip
 def test_the_first_answer_of_a_chip(chip: str, first: str) -> None:

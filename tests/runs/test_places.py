@@ -10,6 +10,7 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
+from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.places import lock, only_run, unlock
 from narrowgauge.runs.writer import Record
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
@@ -105,6 +106,18 @@ def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
     file_at(run / "report.html")
     assert call("report", str(run)).exit_code == 2
     assert (run / "report.html").read_text() == "mine"
+
+
+def test_a_damaged_run_of_a_folder_is_left_out_in_one_line(tmp_path: Path) -> None:
+    first, second = run_at(tmp_path / "first"), run_at(tmp_path / "second")
+    (second / "run.toml").write_text("schema_version = ")
+    with pytest.warns(UserWarning, match="^second is left out: .*damaged.*$"):
+        assert [run.path for run in read_runs([tmp_path])] == [first]
+    with pytest.raises(RecordError, match="damaged"):
+        read_runs([first, second])
+    (first / "run.toml").write_bytes((second / "run.toml").read_bytes())
+    with pytest.warns(UserWarning), pytest.raises(RecordError, match="damaged"):
+        read_runs([tmp_path])
 
 
 def test_our_record_wins_over_a_log_beside_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.schema import VERSION
+from narrowgauge.runs.schema import VERSION, numbers_of
 from narrowgauge.runs.writer import Record
 from trainer.tiny_runs import bytes_of
 
@@ -67,6 +67,14 @@ def test_values_come_back_exactly(tmp_path: Path) -> None:
     assert (back["step"], back["lr"], back["of"]) == (1, 0.5, [1.5])
     assert [value.hex() for value in back["values"]] == [value.hex() for value in values]
     assert run.config == {"dtype": "torch.bfloat16", "size": 3, "rates": [0.5, 1.0]}
+
+
+def test_trackers_get_the_numbers_of_a_row() -> None:
+    step = {"step": 4, "loss": 2, "lr": None, "skipped": True, "bad": ["w"], "mine": 1.5}
+    assert numbers_of("steps", step) == {"train/loss": 2.0}
+    assert numbers_of("evals", {"step": 4, "val_loss": 2.5}) == {"validation/loss": 2.5}
+    assert numbers_of("events", {"step": 4, "what": "start"}) == {"events/start": 1.0}
+    assert not numbers_of("gauges", step)
 
 
 @pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])

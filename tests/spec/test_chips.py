@@ -25,7 +25,7 @@ def test_the_table_is_whole() -> None:
 
 def test_memory_is_what_drivers_report() -> None:
     """nvidia-smi, MiB, where it is more than 3 % below what is printed."""
-    reported = {"B300-SXM": 275_040, "L4": 23_034, "L40S": 46_068, "T4": 15_360}
+    reported = {"B300-SXM": 275_040, "L4": 23_034, "L40": 46_068, "L40S": 46_068, "T4": 15_360}
     assert {
         name: chip.memory_bytes >> 20 for name, chip in CHIPS.items() if chip.reachable_mib
     } == reported
@@ -39,6 +39,10 @@ def test_names() -> None:
         get_chip("h100")
     assert get_chip("RTX4090") is CHIPS["RTX-4090"]
     assert get_chip("h100sxm") is CHIPS["H100-SXM5-80GB"]
+    assert get_chip("L40").peak_tflops["bfloat16"] == 181
+    for name in ("A10", "MI300", "H2", "V10", "GB30"):  # other chips, or none: no beginnings
+        with pytest.raises(ChipError, match=f"no chip is named '{name}'"):
+            get_chip(name)
     with pytest.raises(ChipError, match="Did you mean 'RTX-4090'"):
         get_chip("rtx-4080")
     with pytest.raises(ChipError, match=r"no chip is named 'gaudi3'\. \(narrowgauge show chips"):

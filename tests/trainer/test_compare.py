@@ -45,7 +45,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
     assert (run.summary["val_loss"], run.summary["steps"]) == (4.1, 6)
     assert compare_runs(read_runs([tmp_path])).verdict == comparison.verdict
-    with pytest.raises(RecordError, match="a run is there already"):
+    with pytest.raises(RecordError, match=r"it holds run\.toml"):
         compare(watched, ["bfloat16/word"], out=tmp_path)
 
 

@@ -71,8 +71,7 @@ def quantize_base(
             "Give the model that get_peft_model returns, or freeze its base with "
             "requires_grad_(False).",
         )
-    for layer in layers:
-        inference.quantize_layer(layer, chosen)
+    inference.quantize_layers(layers, chosen)
     if not is_packed:
         warn_if_emulated(chosen, layers[0].weight_codes.device)
     return model

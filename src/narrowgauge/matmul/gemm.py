@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.matmul import native
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, bound, without_outer
+from narrowgauge.matmul.operand import CODES, Operand, bound, without_outer
 from narrowgauge.numerics.widening import EXACT_TERMS, INT32_TERMS, is_widened, multiply_plain
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
@@ -172,8 +172,6 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.d
         name = cast.carrier
     elif native.kernel_here(product, device) is None:
         name = cast.values_format
-    elif cast.element.bits == 4:
-        return PAIRS
     else:
         name = cast.carrier
     return getattr(torch, name)  # type: ignore[no-any-return]
@@ -196,8 +194,9 @@ def warn_if_emulated(compute: Compute, device: torch.device) -> None:
             formats |= both
     if formats and device.type != "meta":
         warnings.warn(
-            f"{compute.name} multiplies {' and '.join(sorted(formats))}, which this {device.type} "
-            "cannot; it is emulated here with the same values, and no faster than a plain layer.",
+            f"{compute.name} multiplies {' and '.join(sorted(formats))}, for which there is no "
+            f"kernel on this {device.type}; it is emulated here with the same values, and no faster "
+            "than a plain layer.",
             EmulationNotice,
             stacklevel=4,
         )

@@ -9,7 +9,7 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -249,11 +249,13 @@ def quantize_for_inference(
         _require_storable(name, module)
     keep_from_fused_kernels(model)
     device = next(model.parameters()).device
+    linears = []
     for name, (module, _) in layers.items():
         if is_linear(module):
-            quantize_layer(module, compute)
+            linears.append(module)
         else:
             _quantize_experts(module, name.rpartition(".")[2], compute)
+    quantize_layers(linears, compute)
     warn_if_emulated(compute, device)
     return model.eval()
 
@@ -305,16 +307,21 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layer(module: Any, compute: Compute) -> None:
-    """Make a linear layer a :class:`QuantizedLinear`.
+def quantize_layers(modules: Iterable[Any], compute: Compute) -> None:
+    """Make linear layers :class:`QuantizedLinear`. Those that share a weight share its codes.
 
-    It stays the same object, so hooks and references stay valid.
+    They stay the same objects, so hooks and references stay valid.
     """
-    matrix = matrix_of(module).detach()
-    module.is_transposed = is_transposed(module)
-    if isinstance(module, NarrowLayer):
-        del module.key
-    del module.weight
-    module.__class__ = QuantizedLinear
-    module.out_features, module.in_features = matrix.shape
-    module.store(codes_of(matrix, compute.output.right), matrix.dtype, compute)
+    operands: dict[tuple[int, bool], Operand] = {}
+    for module in modules:
+        matrix = matrix_of(module).detach()
+        module.is_transposed = is_transposed(module)
+        key = id(module.weight), module.is_transposed
+        if key not in operands:
+            operands[key] = codes_of(matrix, compute.output.right)
+        if isinstance(module, NarrowLayer):
+            del module.key
+        del module.weight
+        module.__class__ = QuantizedLinear
+        module.out_features, module.in_features = matrix.shape
+        module.store(operands[key], matrix.dtype, compute)

@@ -4,8 +4,7 @@
 The operands' scales are laid out as the row's kernel reads them, their sides are padded, and the
 result is cropped. Casts write codes along the contraction, as kernels read them, so operands of whole sides
 are not copied. Codes, scales and rounding equal those of the emulation in bfloat16
-(:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4``
-also multiplies the sum by the product of the two tensors' scales, not by one after the other.
+(:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ.
 
 A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies
 two small matrices whose product is exact in any order. If it raises or is off by one bit, its
@@ -21,14 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, values_of
-from narrowgauge.numerics.quantization import (
-    four_bit_codes,
-    packed_pairs,
-    scales_in_columns,
-    square_scales_in_columns,
-    tiled_scales,
-)
+from narrowgauge.matmul.operand import Operand, values_of
+from narrowgauge.numerics.quantization import scales_in_columns, square_scales_in_columns
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 from narrowgauge.torch_support import torch_names
@@ -69,11 +62,8 @@ def multiply_codes(
     a = filled(lhs.data).contiguous()
     b = filled(rhs.data).contiguous()
     if kernel.scales:
-        if kernel.name == "mxfp4":
-            dtype = torch.bfloat16  # all that its kernel writes
         names = product.left.granularity, product.right.granularity
-        scales = _scales_of(lhs, names[0]), _scales_of(rhs, names[1])
-        return _scaled_product(a, b, *scales, *names, dtype), None, None
+        return _scaled_product(a, b, _in_columns(lhs), _in_columns(rhs), *names, dtype), None, None
     has_rows = any(x.outer is not None and x.outer.numel() > 1 for x in (lhs, rhs))
     if has_rows and dtype != torch.bfloat16:
         # With scales of rows, older libraries' kernel writes only bfloat16.
@@ -116,20 +106,8 @@ def _scale_of(operand: Operand, has_rows: bool) -> Tensor:
     return filled(column, columns_by=1).contiguous()
 
 
-def _scales_of(operand: Operand, granularity: str) -> list[Tensor]:
-    """Return the scales of blocks as a kernel reads them, and the tensor's if it has one."""
-    layout = _in_tiles if _is_tiled(granularity) else _in_columns
-    scales = [layout(operand)]
-    if operand.outer is not None:
-        scales.append(operand.outer.reshape(1))
-    return scales
-
-
-def _is_tiled(granularity: str) -> bool:
-    return not granularity.endswith("x128")
-
-
 def _in_columns(operand: Operand) -> Tensor:
+    """Return the scales of blocks as a kernel reads them."""
     assert operand.inner is not None
     inner = operand.inner.float()
     if inner.shape[0] < operand.data.shape[0]:
@@ -137,35 +115,19 @@ def _in_columns(operand: Operand) -> Tensor:
     return scales_in_columns(filled(inner, columns_by=1))
 
 
-def _in_tiles(operand: Operand) -> Tensor:
-    assert operand.inner is not None
-    codes = operand.inner.view(torch.uint8)
-    times = operand.data.shape[0] // codes.shape[0]
-    return tiled_scales(codes.repeat_interleave(times, 0)).view(operand.inner.dtype)
-
-
-# PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
-# casts, tiles and padding around it are traced, and fuse.
+# The kernel's call alone is an operator of ours: casts and padding around it are traced, and fuse.
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
 def _scaled_product(
-    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], left: str, right: str, dtype: torch.dtype
+    a: Tensor, b: Tensor, first: Tensor, second: Tensor, left: str, right: str, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Multiply codes ``[side, contraction]`` by ``scaled_mm``.
 
-    ``first`` and ``second`` are their scales: of blocks, and then of the tensor if there is one.
-    ``left`` and ``right`` are the granularities.
+    ``first`` and ``second`` are the scales of their blocks, ``left`` and ``right`` the
+    granularities.
     """
-    if a.dtype == PAIRS:
-        a = a.view(torch.float4_e2m1fn_x2)
-        b = b.view(torch.float4_e2m1fn_x2)
     sides: list[Any] = []
     for granularity, scales in ((left, first), (right, second)):
-        # Scales of 16 × 16 values are repeated: the kernel reads one for each row.
-        kind = "BlockWise" + granularity.replace("16x16", "1x16")
-        types = [getattr(F.ScalingType, kind), F.ScalingType.TensorWise]
-        sides += [scales, types[: len(scales)]]
-    if _is_tiled(left):
-        sides += [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
+        sides += [[scales], [getattr(F.ScalingType, "BlockWise" + granularity)]]
     product: Any = F.scaled_mm
     result: Tensor = product(a, b.t(), *sides, output_dtype=dtype)
     return result
@@ -214,17 +176,14 @@ def _exact_operand(cast: Cast, rows: int) -> Operand:
     """Return an operand of small whole numbers whose scales are powers of two: sums of its products
     are exact in any order, also in registers of fewer bits than float32 has.
 
-    It has several tiles of scales in each direction, none of them full.
+    It has several blocks in each direction.
     """
     draw = torch.Generator().manual_seed(rows)
     sides = cast.block or (1, 640)
     if sides[0] > 1:
         rows = 256
     codes = torch.randint(-2, 3, (rows, 640), generator=draw).float()
-    if cast.element.bits == 4:
-        codes = packed_pairs(four_bit_codes(codes), 1)
-    else:
-        codes = codes.to(getattr(torch, cast.format))
+    codes = codes.to(getattr(torch, cast.format))
     scales = (
         torch.randint(-1, 2, (rows // sides[0], 640 // sides[1]), generator=draw).float().exp2()
     )
@@ -232,7 +191,4 @@ def _exact_operand(cast: Cast, rows: int) -> Operand:
         return Operand(codes, scales[:1])
     if cast.block is None:
         return Operand(codes, scales)
-    outer = None
-    if cast.scale == "float8_e4m3fn":
-        outer = scales[:1, :1]
-    return Operand(codes, outer, scales.to(SCALE_DTYPES[cast.scale]))
+    return Operand(codes, None, scales)

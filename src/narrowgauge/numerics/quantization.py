@@ -338,25 +338,6 @@ def unpacked_pairs(packed: Tensor, dim: int) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
 
 
-def tiled_scales(scales: Tensor) -> Tensor:
-    """Arrange one-byte scales ``[rows, blocks]`` in flat tiles of 128 × 4, as the matmuls of
-    Blackwell read them.
-
-    The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4
-    + b % 4``. Tiles ``(r // 128, b // 4)`` are counted row by row. Zeros fill the last tiles.
-
-    Source: cuBLAS, "1D Block Scaling Factors Layout"; PyTorch, ``SwizzleType.SWIZZLE_32_4_4``.
-    Example:
-        >>> tiled_scales(torch.arange(1, 129, dtype=torch.uint8)[:, None])[:17:4]
-        tensor([ 1, 33, 65, 97,  2], dtype=torch.uint8)
-    """
-    rows, blocks = scales.shape
-    tiles = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128)).view(
-        -1, 4, 32, -(-blocks // 4), 4
-    )
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
-
-
 def scales_in_columns(scales: Tensor) -> Tensor:
     """Store scales ``[rows, blocks]`` of blocks of 128 values column by column, as Hopper reads
     them.

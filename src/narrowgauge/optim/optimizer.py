@@ -414,7 +414,8 @@ class Optimizer(torch.optim.Optimizer):
         gradients: list[Tensor] = []
         states: list[LocalState] = []
         work = []
-        for group in self.param_groups:
+        for place, group in enumerate(self.param_groups):
+            validation.check_is_complete(place, group, self.defaults)
             validation.check_options(group, self.rule)
             members = self._with_gradient(group, gradients)
             work.append((group, members))

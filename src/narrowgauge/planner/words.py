@@ -153,7 +153,7 @@ def _option(job: Estimate) -> Row:
         "80 % of rates": _ends(job.rate_interval, 1, ",.0f"),
         "MFU": f"{job.mfu:.0%}",
         "nats, 1M model": "{:+.3f} ± {:.3f}".format(*loss) if loss else "",
-        "matmuls": "" if multiplies(job.recipe.compute, job.chip) else "emulated",
+        "our matmuls": "" if multiplies(job.recipe.compute, job.chip) else "emulated",
     }
 
 

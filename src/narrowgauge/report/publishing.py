@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +19,26 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Return the runs in run folders, logs of other frameworks, and folders of runs.
 
     Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice.
+    Warn of a run in such a folder that cannot be read, and leave it out.
 
     Raises:
-        RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this
-            version.
+        RecordError: a folder holds no run, or none that can be read; or a run that ``paths`` name
+            is damaged, unreadable or newer than this version.
     """
-    return list(map(read_run, run_folders(paths)))
+    named = list(map(Path, paths))
+    runs = []
+    refusal = RecordError("")
+    for folder in run_folders(paths):
+        try:
+            runs.append(read_run(folder))
+        except RecordError as error:
+            if folder in named:
+                raise
+            refusal = error
+            warnings.warn(f"{folder.name} is left out: {error}", stacklevel=2)
+    if not runs:
+        raise refusal
+    return runs
 
 
 def report(

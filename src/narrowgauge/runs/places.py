@@ -46,15 +46,8 @@ def is_page(file: Path) -> bool:
 
 
 def require_free(path: str | Path) -> None:
-    """Refuse to begin a run in a run, in a file, or over files that a run would overwrite."""
-    path = Path(path)
-    if is_run(path):
-        raise RecordError(
-            f"Cannot create a run in {path}: a run is there already.",
-            f"Choose another folder, or continue with narrowgauge train --out {path}, or with "
-            "RunRecorder(…, resume=True) in its program.",
-        )
-    require_no_file(path, [f"{name}.jsonl" for name in ROW_FILES])
+    """Refuse to begin a run in a file, or over the files of another run."""
+    require_no_file(Path(path), [*(f"{name}.jsonl" for name in ROW_FILES), "run.toml"])
 
 
 def require_no_file(path: Path, names: Iterable[str], task: str = "create a run in") -> None:
@@ -67,7 +60,11 @@ def require_no_file(path: Path, names: Iterable[str], task: str = "create a run 
             if (path / name).exists():
                 problem = f"it holds {name}, which is not to be overwritten"
     if problem:
-        raise RecordError(f"Cannot {task} {path}: {problem}.", "Choose another folder.")
+        advice = "Choose another folder."
+        if is_run(path):
+            advice += f" Or continue with narrowgauge train --out {path}, or with "
+            advice += "RunRecorder(…, resume=True) in its program."
+        raise RecordError(f"Cannot {task} {path}: {problem}.", advice)
 
 
 def require_comparison(folder: Path, runs: Iterable[str]) -> None:
@@ -76,13 +73,12 @@ def require_comparison(folder: Path, runs: Iterable[str]) -> None:
     Args:
         runs: the names of the runs' folders. A run may be there already.
     """
-    names = ["run.toml"]
-    existing = [name for name in runs if is_run(folder / name)]
+    names = ["run.toml", "report.html", "compare.json"]
     for name in runs:
-        if name not in existing:
+        if is_run(folder / name):
+            names = ["run.toml"]
+        else:
             require_free(folder / name)
-    if not existing:
-        names += ["report.html", "compare.json"]
     require_no_file(folder, names, "compare in")
 
 
@@ -182,11 +178,11 @@ def only_run(path: str | Path) -> Path:
     Raises:
         RecordError: there is none, or there are several.
     """
-    first, *more_folders = run_folders([path])
-    if more_folders:
-        names = told((place.name for place in (first, *more_folders)), 6)
+    first, *others = run_folders([path])
+    if others:
+        names = told((place.name for place in (first, *others)), 6)
         raise RecordError(
-            f"One run was asked about, and {path} holds {len(more_folders) + 1}: {names}.",
+            f"One run was asked about, and {path} holds {len(others) + 1}: {names}.",
             f"Name one, such as {first}.",
         )
     return first

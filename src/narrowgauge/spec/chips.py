@@ -7,6 +7,7 @@ chip. Every link rate is in one direction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,16 +87,15 @@ CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_dat
 def get_chip(name: str) -> Chip:
     """Return the chip of that name, ignoring case and separators.
 
-    An unambiguous prefix is enough; H20 is not a prefix of H200.
+    An unambiguous beginning is enough, if it ends with a word of the name, or before a word's
+    number: H100-SXM is H100-SXM5-80GB; L40 is no L40S, A10 no A100.
 
     Raises:
-        ChipError: no chip has that name, or several match the prefix.
+        ChipError: no chip has that name, or several begin with it.
     """
-    plain = _plain(name)
-    same = [chip for chip in CHIPS if _plain(chip) == plain]
-    dashed = [chip for chip in CHIPS if chip.lower().startswith(f"{name.strip().lower()}-")]
-    begun = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
-    matches = same or dashed or begun
+    plain = filter(str.isalnum, name.lower())
+    begun = re.compile("[^a-z0-9]*".join(plain) + r"((?<=[a-z0-9])\b|(?<=[a-z])(?=\d))", re.ASCII)
+    matches = [chip for chip in CHIPS if begun.match(chip.lower())]
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:
@@ -107,7 +107,3 @@ def get_chip(name: str) -> Chip:
     raise ChipError(
         f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip()
     )
-
-
-def _plain(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))

@@ -154,9 +154,7 @@ class Cast:
 
     @property
     def carrier(self) -> str:
-        """Return the PyTorch dtype of one byte that holds a code; empty without one (4 bits
-        outside kernels).
-        """
+        """Return the PyTorch dtype of one byte that holds a code; empty without one."""
         return self.format if self.element.bits == 8 else ""
 
     @property
@@ -173,9 +171,7 @@ class Cast:
         """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which
         can then be reused.
         """
-        is_paired = self.element.bits == 4 and self.scale == other.scale != "float32"
-        # Kernels take pairs along the contraction; a second cast has the same codes.
-        if self.rotation != "none" or self.outliers or is_paired:
+        if self.rotation != "none" or self.outliers:
             return False
         return replace(self, granularity=turned(self.granularity)) == other
 
@@ -435,19 +431,18 @@ _COMPUTES = (
         source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6; bitsandbytes",
     ),
     Compute(
-        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell, MI350",
+        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8),
         purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only; scales round up",
         source="NVIDIA 2025, Recipes for Pre-training LLMs with MXFP8 (2506.08027); TransformerEngine; torchao, RCEIL",
     ),
     Compute(
         "mxfp4", *_rotated(_MXFP4, _MXFP4, replace(_MXFP4, rounding="stochastic", scale_rounding="up")),
-        native="B200, B300, MI350",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
         "nvfp4", *_rotated(_NVFP4, replace(_NVFP4, granularity="16x16"), replace(_NVFP4, rounding="stochastic")),
-        native="Blackwell", keep_last=0.15,
+        keep_last=0.15,
         purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
     ),

@@ -2,6 +2,7 @@
 
 A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and
 the chips that run it. A matmul whose casts fit no row of its chip is emulated with the same values.
+Blocks of 16 and 32 values have no row, and AMD's chips have none: nobody has run this project there.
 The matmuls, the planner and the documentation read the same table. :mod:`narrowgauge.matmul.native`
 has the function that calls each kernel. Every GPU multiplies int8 and the 16- and 32-bit formats,
 so these need no row.
@@ -26,14 +27,12 @@ class Kernel:
     """One matmul kernel, and what it takes.
 
     Args:
-        name: by which :mod:`narrowgauge.matmul.native` finds its function.
         formats: of the left and the right operand.
         granularities: of the left and the right operand.
-        targets: chips that run it. NVIDIA's are called ``sm90``, AMD's ``gfx942``.
+        targets: chips that run it, as compilers call them: ``sm90``.
         scales: formats of the scales of blocks; empty where scales belong to rows or tensors.
     """
 
-    name: str
     formats: Pairs
     granularities: Pairs
     targets: tuple[str, ...]
@@ -50,31 +49,19 @@ class Kernel:
         )
 
 
-def _pair_of(name: str) -> Pairs:
-    return ((name, name),)
-
-
-_E4M3 = _pair_of("float8_e4m3fn")
+_E4M3: Pairs = (("float8_e4m3fn", "float8_e4m3fn"),)
 _GROUPS = ("tensor", "row", "column")
 # cuBLAS cannot multiply two e5m2 matrices.
 _FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
 _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
 _BLACKWELL = ("sm100", "sm103", "sm110", "sm120", "sm121")
-_POWERS = ("power-of-two", "float8_e8m0fnu")
-_SIXTEENS = tuple(itertools.product(("1x16", "16x16"), ("1x16", "16x16")))
 
 KERNELS = (
-    Kernel("float8", _FLOAT8, _WHOLE, ("sm89", "sm90", *_BLACKWELL, "gfx950", "gfx1200", "gfx1201")),
-    # The same numbers, as halves in AMD's own float8.
-    Kernel("float8-fnuz", _FLOAT8, _WHOLE, ("gfx942",)),
+    Kernel(_FLOAT8, _WHOLE, ("sm89", "sm90", *_BLACKWELL)),
     Kernel(
-        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), ("sm90",),
-        scales=(*_POWERS, "float32"),
+        _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), ("sm90",),
+        scales=("power-of-two", "float32"),
     ),
-    Kernel("mxfp8", _E4M3, _pair_of("1x32"), (*_BLACKWELL, "gfx950"), scales=_POWERS),
-    # Results leave as bfloat16.
-    Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), ("sm100", "sm103", "gfx950"), scales=_POWERS),
-    Kernel("nvfp4", _pair_of("float4_e2m1fn"), _SIXTEENS, _BLACKWELL, scales=("float8_e4m3fn",)),
 )  # fmt: skip
 
 

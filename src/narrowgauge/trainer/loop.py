@@ -20,12 +20,10 @@ import numpy as np
 
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
-from narrowgauge.optim.export import kept_tensors
 from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.notation import parse
@@ -81,13 +79,7 @@ def load_into(run: Session, checkpoint: Path) -> None:
 
 
 def save(run: Session) -> None:
-    """Write a checkpoint of a session.
-
-    Raises:
-        CorruptionError: ranks hold different replicas; on all of them. The last checkpoint is from
-            before the damage.
-    """
-    verify_replicas(kept_tensors(run.optimizer), run.step)
+    """Write a checkpoint of a session."""
     settings = run.settings
     notes = {
         "step": run.step, "settings": vars(replace(settings, stop_after=0)),
