@@ -215,23 +215,23 @@ class Auditor:
         alarms = []
         self.last = None
         for sample, step, copy in self.fresh:
+            storage = sample.storage
             sums = copy.cpu()
             self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
             places = self._append(sample.owners, sums, step)
             metrics = read(self.windows[places])
-            stalls = metrics["stalls"]
-            self._stalled.difference_update(torch.tensor(places)[~stalls].tolist())
-            if sample.storage.weight.rounding == "stochastic":
-                # It stores rare updates on average, and a window may contain few.
-                stalls = stalls & (metrics["num_moved"] >= FEWEST_MOVED)
-            for number in stalls.nonzero().flatten().tolist():
-                if places[number] not in self._stalled:
+            for number, stalls in enumerate(metrics["stalls"].tolist()):
+                if not stalls:
+                    self._stalled.discard(places[number])
+                    continue
+                # A stochastic storage stores rare updates on average, and a window may contain few.
+                is_rounded_at_random = storage.weight.rounding == "stochastic"
+                is_chance = is_rounded_at_random and metrics["num_moved"][number] < FEWEST_MOVED
+                if places[number] not in self._stalled and not is_chance:
                     self._stalled.add(places[number])
                     name = names_of().get(sample.owners[number], "")
                     reading = reading_of(metrics, number)
-                    alarms.append(
-                        Alarm(name, sample.storage.name, sample.storage.fallback, reading)
-                    )
+                    alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         if self.last is not None:
             last_step = max(step for _, step, _ in self.fresh)
             self._append([None], self.last[None], last_step)
