@@ -243,15 +243,63 @@ def test_rows_that_are_hit_rarely_are_stored_and_not_told(storage: str) -> None:
     assert arrived(starts[0], optimizer.stored(weight), intended) == pytest.approx(1, abs=0.05)
 
 
-def test_a_state_that_a_script_has_changed_is_no_fault() -> None:
+def prune(state: dict[str, Any], name: str) -> None:
+    state[name].mul_(0.01)
+
+
+def replace(state: dict[str, Any], name: str) -> None:
+    state[name] = state[name] * 0.01
+
+
+def renew(state: dict[str, Any], name: str) -> None:
+    """The new tensor may have the address and the id of the old one."""
+    values = state.pop(name).tolist()
+    state[name] = torch.tensor(values) * 0.01
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+@pytest.mark.parametrize("change", [prune, replace, renew])
+def test_a_state_that_a_script_has_changed_is_no_fault(
+    change: Callable[[dict[str, Any], str], None], compiled: bool | None
+) -> None:
     """ReLoRA's, which prunes the moments: the exact ones begin again with those that are stored."""
     (weight,) = parameters("exact", [(64, 64)])
-    optimizer = ng.AdamW([weight], storage="exact", audit_every=1)
-    take_steps(optimizer, range(20))
+    optimizer = ng.AdamW([weight], storage="exact", audit_every=2, compile=compiled)
+    take_steps(optimizer, range(21))
     for name in ("exp_avg", "exp_avg_sq"):
-        optimizer.state[weight][name].mul_(0.01)
-    take_steps(optimizer, range(20, 20 + WINDOW))
+        change(optimizer.state[weight], name)
+    take_steps(optimizer, range(21, 21 + 2 * WINDOW))
     assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("rule", [ng.AdamW, ng.Adam])
+def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any]) -> None:
+    """However few steps are audited, whichever code steps, and if more gradients wait than may."""
+    last = []
+    for audit_every, compiled in ((1, None), (40, None), (1, False), (20, False)):
+        params = parameters("word", [(33, 20), (5,), (40, 7)])
+        options = {"weight_decay": 0.1, "storage": "word", "compile": compiled}
+        optimizer = rule(params, lr=1e-3, audit_every=audit_every, **options)
+        take_steps(optimizer, range(40))
+        last.append(optimizer.auditor.last)
+    assert all(sums.equal(last[0]) for sums in last)
+
+
+def test_a_fault_in_one_of_many_tensors_that_step_alike_is_told() -> None:
+    """Each of 300 has a sample of 32 elements."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter((torch.randn(32, 32) * 0.05).bfloat16()) for _ in range(300)]
+    optimizer = ng.AdamW(weights, lr=1e-4, weight_decay=0.0)
+    told = []
+    optimizer.on_alarm = lambda alarms: told.extend(alarm.tensor for alarm in alarms)
+    for _ in range(60):
+        for place, p in enumerate(weights):
+            p.grad = (1 + torch.randn(32, 32)).bfloat16()
+            if place == 22:
+                p.grad *= 1e8
+        optimizer.step()
+    assert told == ["param 22"]
+    assert ng.audit(optimizer)["param 21"].edq == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 64 * 256, 20 * 300, 50_257 * 768])

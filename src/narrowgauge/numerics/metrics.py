@@ -75,8 +75,6 @@ def update_metrics(sums: Tensor) -> dict[str, Tensor]:
         "edq": _ratio(s["de"], s["dd"]),
         "noise": _ratio(error, s["dd"]).sqrt(),
         "lost_fraction": _ratio(s["lost"], s["nonzero"]),
-        # High is healthy if the storage has a tail, which collects the changes.
-        "unseen_fraction": _ratio(s["unseen"], s["nonzero"]),
         # Collage's "imprecision percentage": D = 0 counts, too.
         "imprecision_share": 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
         # Too few ulps give no reliable number.

@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,11 +24,10 @@ from torch import Tensor, nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.sample import Sample, versions_of
+from narrowgauge.optim.sample import Sample
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.table import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
-from narrowgauge.torch_support.proof import CPP, TRITON
 from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
@@ -59,7 +59,6 @@ class AuditedUpdates:
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
-        unseen_fraction: the same for the visible weight.
         imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of
             *all* elements whose visible weight did not change.
         lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled
@@ -74,7 +73,6 @@ class AuditedUpdates:
     edq: float
     noise: float
     lost_fraction: float
-    unseen_fraction: float
     imprecision_share: float
     lost_decay: float
     edq_error: float
@@ -113,6 +111,13 @@ MESSAGE = (
 )
 
 
+@lru_cache
+def factors() -> Tensor:
+    """Return the factor of a standard error for windows of 0, 1, … steps."""
+    degrees = [max(1, number - 1) for number in range(WINDOW + 1)]
+    return torch.tensor([student_t(number, CONFIDENCE) for number in degrees], device="cpu")
+
+
 def read(windows: Tensor) -> dict[str, Tensor]:
     """Return the fields of :class:`AuditedUpdates` of windows: float64 ``UPDATE_SUMS`` and the step,
     ``[windows, WINDOW, 11]``, zero where no step is yet.
@@ -128,8 +133,7 @@ def read(windows: Tensor) -> dict[str, Tensor]:
     spread = (de - edq[:, None] * dd).square().sum(1) * count / (count - 1)
     error = torch.where(count > 1, spread.sqrt() / total, math.nan)
     num_events = total.square() / dd.square().sum(1)
-    factors = [student_t(max(1, number - 1), CONFIDENCE) for number in count.tolist()]
-    width = error * error.new_tensor(factors)
+    width = error * factors().to(error)[count]
     is_off = (edq + width < MIN_EDQ) | (edq - width > 1 / MIN_EDQ)
     return {
         **metrics,
@@ -165,7 +169,7 @@ class Auditor:
         size = 0, WINDOW, len(UPDATE_SUMS) + 1
         self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.places: dict[Tensor | None, int] = {}
-        self._stalled: set[Tensor] = set()
+        self._stalled: set[int] = set()
         self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
@@ -178,7 +182,7 @@ class Auditor:
             is_audited = (states[0].step + 1) % audit_every == 0
             if is_audited or not numbers.kernel.is_matrix:
                 sample = self._samples.get(states[0].owner)
-                if sample is None or not sample.fits(states):
+                if sample is None or not sample.fits(states, is_audited):
                     sample = Sample(states)
                     self._samples[states[0].owner] = sample
                 sample.follow(states, numbers, is_audited)
@@ -188,21 +192,20 @@ class Auditor:
         """Compare what was stored with what was intended."""
         for sample, states, numbers in self._followed:
             sample.step += 1
-            if numbers.kernel.how_it_ran not in (CPP, TRITON):  # which raise no version
-                sample.versions = versions_of(states)
             if sample.lane is not None:
                 self.fresh.append((sample, sample.step, HostCopy(sample.sums(states, numbers))))
         self._followed = []
 
-    def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> Tensor:
-        """Put the sums of a step in the place of the oldest ones. Return the windows."""
+    def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> list[int]:
+        """Put the sums of a step in the place of the oldest ones. Return the places of tensors."""
         places = [self.places.setdefault(owner, len(self.places)) for owner in owners]
         num_new = len(self.places) - len(self.windows)
-        empty = self.windows.new_zeros(num_new, *self.windows.shape[1:])
-        self.windows = torch.cat([self.windows, empty])
+        if num_new:
+            empty = self.windows.new_zeros(num_new, *self.windows.shape[1:])
+            self.windows = torch.cat([self.windows, empty])
         oldest = self.windows[places, :, -1].argmin(1)
         self.windows[places, oldest] = torch.nn.functional.pad(sums, (0, 1), value=step)
-        return self.windows[places]
+        return places
 
     def collect(self, names_of: Callable[[], Mapping[Tensor, str]]) -> list[Alarm]:
         """Move the new sums into the windows. Return the tensors that begin to stall.
@@ -215,19 +218,19 @@ class Auditor:
             storage = sample.storage
             sums = copy.cpu()
             self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
-            metrics = read(self._append(sample.owners, sums, step))
-            for place, stalls in enumerate(metrics["stalls"].tolist()):
-                owner = sample.owners[place]
+            places = self._append(sample.owners, sums, step)
+            metrics = read(self.windows[places])
+            for number, stalls in enumerate(metrics["stalls"].tolist()):
                 if not stalls:
-                    self._stalled.discard(owner)
+                    self._stalled.discard(places[number])
                     continue
                 # A stochastic storage stores rare updates on average, and a window may contain few.
                 is_rounded_at_random = storage.weight.rounding == "stochastic"
-                is_chance = is_rounded_at_random and metrics["num_moved"][place] < FEWEST_MOVED
-                if owner not in self._stalled and not is_chance:
-                    self._stalled.add(owner)
-                    name = names_of().get(owner, "")
-                    reading = reading_of(metrics, place)
+                is_chance = is_rounded_at_random and metrics["num_moved"][number] < FEWEST_MOVED
+                if places[number] not in self._stalled and not is_chance:
+                    self._stalled.add(places[number])
+                    name = names_of().get(sample.owners[number], "")
+                    reading = reading_of(metrics, number)
                     alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         if self.last is not None:
             last_step = max(step for _, step, _ in self.fresh)

@@ -97,7 +97,7 @@ def _walk(
             arguments.append(span.spread(codes.multipliers(span.bounds[name])[1]))
         step(*arguments, *change, numbers.values, numbers.seed)
         for name, bound in bounds.items():
-            span.bounds[name].copy_(bound)
+            span.bounds[name].data.copy_(bound)
 
 
 def new_bounds(span: Span, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]:

@@ -415,7 +415,7 @@ class Optimizer(torch.optim.Optimizer):
         states: list[LocalState] = []
         work = []
         for place, group in enumerate(self.param_groups):
-            validation.check_is_complete(place, group, self.defaults)
+            validation.check_was_added(place, group)
             validation.check_options(group, self.rule)
             members = self._with_gradient(group, gradients)
             work.append((group, members))

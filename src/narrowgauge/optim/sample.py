@@ -7,28 +7,35 @@ reads what is stored before and after it, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
+from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics.metrics import change_terms
-from narrowgauge.optim import codes
+from narrowgauge.optim import codes, step_cpp
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, finite_or_zero, named
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import word_of
+from narrowgauge.torch_support.proof import CPP
+from narrowgauge.torch_support.torch_names import to_device
 
 ELEMENTS = 256
 """Elements of a tensor."""
-MOST_ELEMENTS = 1 << 14
-"""Elements of all samples that step alike. A sample of many tensors has less of each, but 64: the
-definition takes 0.3 µs for an element.
-"""
+LEAST_ELEMENTS = 32
+"""Of each of many tensors."""
+MOST_ELEMENTS = 1 << 13
+"""Elements of all samples that step alike, unless their tensors are many."""
 TURN = 1000
 """Steps of a sample, before one of other elements: second moments of beta2 = 0.999 last as long."""
+MOST_WAITING = 16
+"""Steps whose gradients wait for the exact moments. On a CPU ten steps at once take half the time."""
 
 States = Sequence[LocalState]
 
@@ -46,6 +53,11 @@ def sample_of(numel: int, most: int, turn: int = 0) -> range:
     return range(first, first + count * stride, stride)
 
 
+def tensors_of(states: States) -> Iterable[Tensor]:
+    """Return the tensors of states."""
+    return chain.from_iterable(state.tensors.values() for state in states)
+
+
 class Sample:
     """Follow elements of states that step alike, joined.
 
@@ -53,8 +65,6 @@ class Sample:
         owners, storage: the parameters, and where they are stored.
         places: of each state's elements in memory.
         step: the steps that the states have taken.
-        versions: of the states then.
-        moments: those of the rule that were never cut, flat. A matrix rule has none.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
     """
@@ -62,42 +72,87 @@ class Sample:
     def __init__(self, states: States) -> None:
         kernel = states[0].kernel
         self.owners = [state.owner for state in states]
+        self._ids = [id(owner) for owner in self.owners]
         self.storage = kernel.storage
-        most = min(ELEMENTS, max(64, MOST_ELEMENTS // len(states)))
+        most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(states)))
         turn = states[0].step // TURN
         self.places = [sample_of(state.parameter.numel(), most, turn) for state in states]
         self.lane: Lane | None = None
         self.change: Any = None
-        self.moments: list[Tensor] = []
         self.step = states[0].step
-        self.versions = versions_of(states)
-        self._blocks: list[Tensor] = []
-        if kernel.scaled:
-            for state, places in zip(states, self.places, strict=True):
-                place = torch.arange(
-                    places.start, places.stop, places.step, device=state.parameter.device
-                )
-                row, column = place // state.form[1], place % state.form[1]
-                self._blocks.append(row * -(-state.form[1] // BLOCK) + column // BLOCK)
+        # Weak references: a script may move states between two steps, to have their memory.
+        self._tensors = [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
+        self._gather = None
+        if kernel.how_it_ran == CPP:
+            self._gather = step_cpp.functions(kernel.rule, kernel.storage).gather
+        elements = []
+        blocks = []
+        for state, x in zip(states, self.places, strict=True):
+            place = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
+            columns = state.form[1]
+            elements.append(place)
+            blocks.append(place // columns * -(-columns // BLOCK) + place % columns // BLOCK)
+        self._counts = torch.tensor([len(x) for x in self.places], device="cpu")
+        numbers = torch.arange(len(states), device="cpu")
+        self._numbers = numbers.repeat_interleave(self._counts)
+        self._elements = torch.cat(elements)
+        self._blocks = torch.cat(blocks)
+        self._moments: list[Tensor] = []
+        self._waiting: list[tuple[Tensor, Tensor, Numbers]] = []
         if isinstance(kernel.rule, Rule):
             lane = self._stored(states, torch.zeros(()))
-            self.moments = [codes.read_state(kernel.storage, lane, x) for x in kernel.rule.states]
+            self._moments = [codes.read_state(kernel.storage, lane, x) for x in kernel.rule.states]
 
-    def fits(self, states: States) -> bool:
-        """Return whether the moments are those of these states now."""
+    def fits(self, states: States, is_audited: bool) -> bool:
+        """Return whether the sample is of these states now.
+
+        Before an audit, compare their tensors, too. A step raises no version of them: what does, or
+        replaces one, is a script.
+        """
         step = states[0].step
-        if step != self.step or step % TURN == 0:
+        if step != self.step or step % TURN == 0 or self._ids != [id(x.owner) for x in states]:
             return False
-        return self.versions == versions_of(states)
+        if is_audited:
+            for (known, version), tensor in zip(self._tensors, tensors_of(states), strict=True):
+                if known() is not tensor or version != tensor._version:
+                    return False
+        return True
 
-    def _read(self, tensors: Iterable[Tensor]) -> Tensor:
+    def _gathered(self, tensors: Sequence[Tensor], places: Tensor) -> Tensor | None:
+        """Return the values of tensors at places in the memory of each, by a kernel."""
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor.is_contiguous()]
+        dtype = tensors[0].dtype
+        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if self._gather is None or not len(addresses) == len(alike) == len(tensors):
+            return None
+        result = torch.empty(len(places), dtype=dtype, device="cpu")
+        table = np.array(addresses)
+        numbers = self._numbers.data_ptr()
+        into = result.data_ptr()
+        self._gather(
+            table.ctypes.data, numbers, len(places), places.data_ptr(), into, dtype.itemsize
+        )
+        return result
+
+    def _read(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the elements of tensors in the shapes of the parameters."""
+        values = self._gathered(tensors, self._elements)
+        if values is not None:
+            return values
         parts = []
         for tensor, x in zip(tensors, self.places, strict=True):
             dense = tensor.contiguous()
             first = dense.storage_offset() + x.start
             parts.append(dense.as_strided((len(x),), (x.step,), first))
         return torch.cat(parts)
+
+    def _bounds(self, bounds: Sequence[Tensor]) -> Tensor:
+        """Return the bound of the block of each element."""
+        values = self._gathered(bounds, self._blocks)
+        if values is not None:
+            return values
+        parts = self._blocks.split(self._counts.tolist())
+        return torch.cat([bound.take(x) for bound, x in zip(bounds, parts, strict=True)])
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
         """Return what is stored now, with the scales of its blocks."""
@@ -109,36 +164,44 @@ class Sample:
             words.append(word_of(self._read([state.planes[plane.name] for state in states])))
         scales = {}
         for name in kernel.scaled:
-            bounds = [
-                state.bounds[name].take(x) for state, x in zip(states, self._blocks, strict=True)
-            ]
-            scales[name] = codes.multipliers(torch.cat(bounds))
+            bounds = self._bounds([state.bounds[name] for state in states])
+            scales[name] = codes.multipliers(bounds)
         return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
     def follow(self, states: States, numbers: Numbers, is_audited: bool) -> None:
-        """Step the exact moments, and read what an audited step compares.
+        """Read the gradients of a step, and what an audited step compares.
 
         The states have their gradients, or changes.
         """
         rule = numbers.kernel.rule
-        scalars = named(rule, numbers.values)
-        scale = scalars["gradient_scale"]
-        gradient = self._read([state.gradient for state in states]).float()
-        weight = scale.new_zeros(())
+        gradient = self._read([state.gradient for state in states])
+        weight = torch.zeros((), device=gradient.device)
         self.lane = None
         if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
-            lane = self._stored(states, gradient)
+            lane = self._stored(states, gradient.float())
             weight = finite_or_zero(codes.read_weight(numbers.kernel.storage, lane))
             if is_audited:
                 self.lane = lane
         if not isinstance(rule, Rule):
             self.change = self._read([state.change for state in states])
             return
-        slopes = gradient.to(scale.dtype) * scale
-        self.change, *moments = rule.update(weight.to(scale.dtype), slopes, *self.moments, scalars)
-        for place, old in enumerate(self.moments):
-            moments[place] = torch.where(scalars["skip"] != 0, old, moments[place])
-        self.moments = moments
+        self._waiting.append((gradient, weight, numbers))
+        if is_audited or len(self._waiting) == MOST_WAITING:
+            self._step_moments(rule)
+
+    def _step_moments(self, rule: Rule) -> None:
+        """Step the exact moments by the gradients that wait."""
+        for gradient, weight, numbers in self._waiting:
+            scalars = named(rule, numbers.values)
+            scale = scalars["gradient_scale"]
+            slopes = gradient.float().to(scale.dtype) * scale
+            weight = weight.to(scale.dtype)
+            self.change, *moments = rule.update(weight, slopes, *self._moments, scalars)
+            if not scale.is_cpu:  # where no step is skipped
+                for place, old in enumerate(self._moments):
+                    moments[place] = torch.where(scalars["skip"] != 0, old, moments[place])
+            self._moments = moments
+        self._waiting = []
 
     def sums(self, states: States, numbers: Numbers) -> Tensor:
         """Compare what a step has stored with what was intended. Return the ``UPDATE_SUMS`` of each
@@ -165,14 +228,7 @@ class Sample:
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
-        counts = [len(places) for places in self.places]
-        sums = [part.sum(1) for part in torch.stack(terms).split(counts, 1)]
-        return torch.stack(sums)
-
-
-def versions_of(states: States) -> list[int]:
-    """Return what changes when anything but a kernel writes the states, or others take their place."""
-    versions = [id(state.owner) for state in states]
-    for state in states:
-        versions += [plane._version for plane in state.planes.values()]
-    return versions
+        lengths = to_device(self._counts, stored.device).repeat(len(terms), 1)
+        # Without a check, which would wait for the device.
+        sums = torch.segment_reduce(torch.stack(terms), "sum", lengths=lengths, axis=1, unsafe=True)
+        return sums.T

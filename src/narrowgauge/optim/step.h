@@ -994,12 +994,29 @@ INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t coun
   });
 }
 
+// ── the sample of an audit: some elements of every tensor ────────────────────────────────────────
+
+template <class T>
+INLINE void gather_elements(const int64_t* addresses, const int64_t* numbers, int64_t count, const int64_t* places,
+                            char* out) {
+  for (int64_t k = 0; k < count; k++) {
+    const char* tensor = (const char*)addresses[numbers[k]];
+    put(out + sizeof(T) * k, at_address<T>(tensor + sizeof(T) * places[k]));
+  }
+}
+
 // ── what a library exports: step_cpp.py appends one of these ──────────────────────────────────────
 
 #define PROGRAMS const int64_t *table, const int32_t *tiles, int64_t count
 #define EXPORT_STEP(...)                                                                           \
   extern "C" void step(PROGRAMS, const float* numbers, const float* control, int32_t threads) {    \
     Programs<__VA_ARGS__>::step(table, tiles, count, numbers, control, threads);                   \
+  }                                                                                                \
+  extern "C" void gather(const int64_t* addresses, const int64_t* numbers, int64_t count,          \
+                         const int64_t* places, char* out, int32_t bytes) {                        \
+    if (bytes == 1) gather_elements<int8_t>(addresses, numbers, count, places, out);               \
+    if (bytes == 2) gather_elements<int16_t>(addresses, numbers, count, places, out);              \
+    if (bytes == 4) gather_elements<int32_t>(addresses, numbers, count, places, out);              \
   }
 #define EXPORT_NORM                                                                                \
   extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \

@@ -94,9 +94,9 @@ class Step:
         """Step an elementwise rule, or write the changes of matrices: by one launch, or by the
         definition.
         """
+        reason = self._choose(kernel, list(chain.from_iterable(batch.values())))
         if self.audit_every:
             self.auditor.before(batch, self.audit_every)
-        reason = self._choose(kernel, list(chain.from_iterable(batch.values())))
         if not reason and kernel.how_it_ran != TORCH:
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)

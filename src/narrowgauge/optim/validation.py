@@ -36,14 +36,13 @@ def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
         check_option(group, name, rule)
 
 
-def check_is_complete(place: int, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse a param group that a script appended to ``param_groups`` without all options."""
-    for name in defaults:
-        if name not in group:
-            raise RecipeError(
-                f"Cannot step param group {place} because it has no '{name}'.",
-                "Add a group by optimizer.add_param_group, which fills in the defaults.",
-            )
+def check_was_added(place: int, group: Mapping[str, Any]) -> None:
+    """Refuse a param group that a script appended to ``param_groups``."""
+    if "storage" not in group:
+        raise RecipeError(
+            f"Cannot step param group {place} because it has no 'storage'.",
+            "Add a group by optimizer.add_param_group, which fills in the defaults.",
+        )
 
 
 def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:

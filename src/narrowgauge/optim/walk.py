@@ -95,7 +95,9 @@ def spans(
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
     visible = getattr(torch, state.storage.visible)
-    live = [state.parameter.detach().to(visible), *state.planes.values()]
+    live = [state.parameter.detach().to(visible)]
+    for plane in state.planes.values():  # a step raises no version of them
+        live.append(plane.data if writes else plane)
     tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]
     rows, columns = state.form
     if at_once is None:
