@@ -79,16 +79,9 @@ class ReportedError(NarrowgaugeError):
 
 
 class CorruptionError(NarrowgaugeError):
-    """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known."""
+    """Memory of a rank is damaged."""
 
     status = 1
-
-    def __init__(
-        self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None
-    ) -> None:
-        super().__init__(message, advice)
-        self.rank = rank
-        self.tensor = tensor
 
 
 def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:

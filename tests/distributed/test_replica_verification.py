@@ -20,34 +20,31 @@ from ranks import run_ranks
 
 Damage = dict[int, str]
 """The tensor that is damaged on a rank."""
+TEST, TAKE = "Test the memory", "Take the machine of rank {} out"
 CASES: dict[int, list[tuple[Damage, Any]]] = {
-    2: [({1: "gain"}, ("gain of rank 0 differs from that of rank 1 after step 7.", None, "gain"))],
+    2: [({1: "gain"}, ("gain of rank 0 differs from that of rank 1 after step 7.", TEST))],
     3: [
         (
             {2: "gain"},
-            ("gain of rank 2 differs from that of rank 0, 1 after step 7.", 2, "gain"),
+            ("gain of rank 2 differs from that of rank 0, 1 after step 7.", TAKE.format(2)),
         )
     ],
     4: [
         ({}, None),
+        ({3: "weight"}, ("weight of rank 1 differs from that of rank 3 after step 7.", TEST)),
         (
-            {3: "weight"},
-            ("weight of rank 1 differs from that of rank 3 after step 7.", None, "weight"),
-        ),
-        # A machine that can be named comes first.
-        (
-            {2: "weight", 3: "gain"},
-            ("gain of rank 3 differs from that of rank 0, 1, 2 after step 7.", 3, "gain"),
+            {3: "gain"},
+            ("gain of rank 3 differs from that of rank 0, 1, 2 after step 7.", TAKE.format(3)),
         ),
     ],
 }
 
 
-def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str | None] | None]:
+def compare(rank: int, damages: list[Damage]) -> list[tuple[str, str] | None]:
     """What this rank finds in a vector that all have, and on four ranks in two replicas of two
     shards.
     """
-    refusals: list[tuple[str, int | None, str | None] | None] = []
+    refusals: list[tuple[str, str] | None] = []
     for damage in damages:
         owners = {"gain": torch.ones(6)}
         if dist.get_world_size() == 4:
@@ -62,7 +59,9 @@ def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str
             verify_replicas([(name, local_of(owner), owner) for name, owner in owners.items()], 7)
             refusals.append(None)
         except CorruptionError as error:
-            refusals.append((error.message, error.rank, error.tensor))
+            refusals.append(
+                (error.message, error.advice.split(" of these")[0].split(" of service")[0])
+            )
     return refusals
 
 

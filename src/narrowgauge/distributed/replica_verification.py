@@ -40,29 +40,24 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     hashes = {}
     for name, tensor, owner in tensors:
         hashes[name, _part_of(owner)] = int(tensor_hash(tensor))
-    holders: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
+    holders: dict[Any, dict[int, list[int]]] = {}
     for rank, hashes_of_rank in enumerate(all_ranks().gather(hashes)):
         for key, value in hashes_of_rank.items():
             holders.setdefault(key, {}).setdefault(value, []).append(rank)
-    differences = []
     for (name, _), ranks_by_hash in holders.items():
-        *minorities, largest = sorted(ranks_by_hash.values(), key=len)
-        wrong = list(chain(*minorities))
-        if wrong:
-            differences.append((len(wrong) < len(largest), name, wrong, largest))
-    if not differences:
-        return
-    # A difference with a majority comes first: it names the machine.
-    has_majority, name, wrong, largest = max(differences, key=lambda difference: difference[0])
-    majority = ", ".join(map(str, largest))
-    message = f"{name} of rank {', '.join(map(str, wrong))} differs from that of rank {majority}"
-    culprit = None
-    advice = "Test the memory of these machines"
-    if has_majority:
-        culprit = wrong[0]
-        advice = f"Take the machine of rank {culprit} out of service"
-    advice += ", and resume: the last checkpoint was saved before the damage."
-    raise CorruptionError(f"{message} after step {step}.", advice, culprit, name)
+        *others, largest = sorted(ranks_by_hash.values(), key=len)
+        wrong = list(chain(*others))
+        if not wrong:
+            continue
+        advice = "Test the memory of these machines"
+        if len(wrong) < len(largest):
+            advice = f"Take the machine of rank {wrong[0]} out of service"
+        ranks = ", ".join(map(str, wrong))
+        majority = ", ".join(map(str, largest))
+        raise CorruptionError(
+            f"{name} of rank {ranks} differs from that of rank {majority} after step {step}.",
+            f"{advice}, and resume: the last checkpoint was saved before the damage.",
+        )
 
 
 def _part_of(owner: Any) -> tuple[int, ...]:
