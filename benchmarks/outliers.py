@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.measuring.intervals import interval
+from narrowgauge.measuring.comparison import interval
 
 FACTORS = (1, 8, 64, 4096)
 Peaks = dict[str, Tensor]

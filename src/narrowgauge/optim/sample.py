@@ -58,6 +58,20 @@ def tensors_of(states: States) -> Iterable[Tensor]:
     return chain.from_iterable(state.tensors.values() for state in states)
 
 
+def elements_and_blocks(states: States, ranges: Sequence[range]) -> tuple[Tensor, Tensor]:
+    """Return the places of all elements in the memory of their tensors, and the numbers of their
+    blocks.
+    """
+    elements = []
+    blocks = []
+    for state, x in zip(states, ranges, strict=True):
+        places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
+        columns = state.form[1]
+        elements.append(places)
+        blocks.append(places // columns * -(-columns // BLOCK) + places % columns // BLOCK)
+    return torch.cat(elements), torch.cat(blocks)
+
+
 class Sample:
     """Follow elements of states that step alike, joined.
 
@@ -85,18 +99,10 @@ class Sample:
         self._gather = None
         if kernel.how_it_ran == CPP:
             self._gather = step_cpp.functions(kernel.rule, kernel.storage).gather
-        elements = []
-        blocks = []
-        for state, x in zip(states, self.places, strict=True):
-            place = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
-            columns = state.form[1]
-            elements.append(place)
-            blocks.append(place // columns * -(-columns // BLOCK) + place % columns // BLOCK)
         self._counts = torch.tensor([len(x) for x in self.places], device="cpu")
         numbers = torch.arange(len(states), device="cpu")
         self._numbers = numbers.repeat_interleave(self._counts)
-        self._elements = torch.cat(elements)
-        self._blocks = torch.cat(blocks)
+        self._elements, self._blocks = elements_and_blocks(states, self.places)
         self._moments: list[Tensor] = []
         self._waiting: list[tuple[Tensor, Tensor, Numbers]] = []
         if isinstance(kernel.rule, Rule):
