@@ -78,12 +78,6 @@ class ReportedError(NarrowgaugeError):
         self.status = status
 
 
-class CorruptionError(NarrowgaugeError):
-    """Memory of a rank is damaged."""
-
-    status = 1
-
-
 def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 

@@ -272,6 +272,37 @@ def test_a_state_that_a_script_has_changed_is_no_fault(
     assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1, abs=1e-3)
 
 
+def test_states_that_are_moved_between_steps_have_the_audit_of_states_that_stay() -> None:
+    """Offloading. bfloat16 holds a second moment up, when gradients become small."""
+    shares = []
+    for is_moved in (False, True):
+        (weight,) = parameters("kahan", [(64, 64)])
+        optimizer = ng.AdamW([weight], lr=1e-3, betas=(0.9, 0.998), storage="kahan", audit_every=5)
+        optimizer.on_alarm = lambda alarms: None
+        for step in range(300):
+            draw = torch.Generator().manual_seed(step)
+            size = 1.0 if step < 20 else 1e-2
+            weight.grad = (size * torch.randn(64, 64, generator=draw)).bfloat16()
+            optimizer.step()
+            state = optimizer.state[weight]
+            if is_moved:
+                state.update((name, state[name].clone()) for name in [*state])
+        shares.append(ng.audit(optimizer)["param 0"].edq)
+    assert shares[0] < 0.9 and shares[1] == pytest.approx(shares[0], abs=0.05)
+
+
+def test_a_parameter_without_states_may_become_shorter() -> None:
+    """As by transformers' ``resize_token_embeddings``: nothing is read beyond it."""
+    weight = torch.nn.Parameter(torch.ones(50_000, 8))
+    optimizer = ng.SGD([weight], lr=1e-2, storage="float32")
+    for step in range(30):
+        if step == 3:
+            weight.data = weight.data[:10].clone()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize("rule", [ng.AdamW, ng.Adam])
 def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any]) -> None:
     """However few steps are audited, whichever code steps, and if more gradients wait than may."""

@@ -9,7 +9,7 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -307,7 +307,7 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layers(modules: Iterable[Any], compute: Compute) -> None:
+def quantize_layers(modules: list[Any], compute: Compute) -> None:
     """Make linear layers :class:`QuantizedLinear`. Those that share a weight share its codes.
 
     They stay the same objects, so hooks and references stay valid.

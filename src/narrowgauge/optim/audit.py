@@ -114,8 +114,8 @@ MESSAGE = (
 @lru_cache
 def factors() -> Tensor:
     """Return the factor of a standard error for windows of 0, 1, … steps."""
-    degrees = [max(1, number - 1) for number in range(WINDOW + 1)]
-    return torch.tensor([student_t(number, CONFIDENCE) for number in degrees], device="cpu")
+    values = [student_t(max(1, count - 1), CONFIDENCE) for count in range(WINDOW + 1)]
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def read(windows: Tensor) -> dict[str, Tensor]:
@@ -183,7 +183,9 @@ class Auditor:
             if is_audited or not numbers.kernel.is_matrix:
                 sample = self._samples.get(states[0].owner)
                 if sample is None or not sample.fits(states, is_audited):
+                    was_replaced = sample is not None and sample.was_replaced
                     sample = Sample(states)
+                    sample.was_replaced = was_replaced
                     self._samples[states[0].owner] = sample
                 sample.follow(states, numbers, is_audited)
                 self._followed.append((sample, states, numbers))
@@ -276,8 +278,6 @@ class Audit(dict[str, AuditedUpdates]):
         for row in [*rows[: self.LINES], (f"all {len(self)} tensors", self.total)]:
             lines.append(LINE.format(*row))
         return "\n".join(lines)
-
-    __str__ = __repr__
 
 
 HEAD = "    EDQ      ±  updates lost  decay lost    noise  audits  last step  tensor"

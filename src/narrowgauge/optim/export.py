@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import DataError
-from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STATE_NAMES
 
@@ -85,16 +83,3 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         if name in weights and parameter in stored:
             weights[name] = stored[parameter]
     return weights
-
-
-def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, tensor, parameter) for all tensors of model and optimizer that must not change
-    between steps: packed words, of DTensors this rank's part.
-    """
-    optimizer.settle()
-    for parameter, name in optimizer.parameter_names().items():
-        state = optimizer.local_state(parameter)
-        if state is not None:
-            for key, tensor in state.tensors.items():
-                yield f"{key} of {name}", tensor, parameter
-        yield name, local_of(parameter).detach(), parameter

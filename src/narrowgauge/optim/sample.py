@@ -58,18 +58,79 @@ def tensors_of(states: States) -> Iterable[Tensor]:
     return chain.from_iterable(state.tensors.values() for state in states)
 
 
-def elements_and_blocks(states: States, ranges: Sequence[range]) -> tuple[Tensor, Tensor]:
-    """Return the places of all elements in the memory of their tensors, and the numbers of their
-    blocks.
+def identities_of(states: States) -> list[tuple[int, torch.Size, torch.device]]:
+    """Return what places in memory depend on."""
+    identities = []
+    for state in states:
+        tensor = state.parameter
+        identities.append((id(state.owner), tensor.shape, tensor.device))
+    return identities
+
+
+class Places:
+    """Read some elements of each of several tensors, joined.
+
+    Attributes:
+        ranges: the places in the memory of each tensor.
+        counts: how many, int64 on the host.
+        elements, blocks: all places, and the numbers of their blocks.
     """
-    elements = []
-    blocks = []
-    for state, x in zip(states, ranges, strict=True):
-        places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
-        columns = state.form[1]
-        elements.append(places)
-        blocks.append(places // columns * -(-columns // BLOCK) + places % columns // BLOCK)
-    return torch.cat(elements), torch.cat(blocks)
+
+    def __init__(self, states: States) -> None:
+        most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(states)))
+        turn = states[0].step // TURN
+        self.ranges = [sample_of(state.parameter.numel(), most, turn) for state in states]
+        elements = []
+        blocks = []
+        for state, x in zip(states, self.ranges, strict=True):
+            places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
+            columns = state.form[1]
+            elements.append(places)
+            blocks.append(places // columns * -(-columns // BLOCK) + places % columns // BLOCK)
+        self.elements = torch.cat(elements)
+        self.blocks = torch.cat(blocks)
+        self.counts = torch.tensor([len(x) for x in self.ranges], device="cpu")
+        self._tensors = torch.repeat_interleave(self.counts)
+        kernel = states[0].kernel
+        self._gather = None
+        if kernel.how_it_ran == CPP:
+            self._gather = step_cpp.functions(kernel.rule, kernel.storage).gather
+
+    def _gathered(self, tensors: Sequence[Tensor], places: Tensor) -> Tensor | None:
+        """Return the values of tensors at places in the memory of each, by a kernel."""
+        dtype = tensors[0].dtype
+        for tensor in tensors:
+            if tensor.dtype is not dtype or not tensor.is_contiguous():
+                return None
+        if self._gather is None:
+            return None
+        result = torch.empty(len(places), dtype=dtype, device="cpu")
+        addresses = np.array([tensor.data_ptr() for tensor in tensors])
+        self._gather(
+            addresses.ctypes.data, self._tensors.data_ptr(), len(places), places.data_ptr(),
+            result.data_ptr(), dtype.itemsize,
+        )  # fmt: skip
+        return result
+
+    def read(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the elements of tensors in the shapes of the parameters."""
+        values = self._gathered(tensors, self.elements)
+        if values is not None:
+            return values
+        parts = []
+        for tensor, x in zip(tensors, self.ranges, strict=True):
+            dense = tensor.contiguous()
+            first = dense.storage_offset() + x.start
+            parts.append(dense.as_strided((len(x),), (x.step,), first))
+        return torch.cat(parts)
+
+    def read_blocks(self, bounds: Sequence[Tensor]) -> Tensor:
+        """Return the bound of the block of each element."""
+        values = self._gathered(bounds, self.blocks)
+        if values is not None:
+            return values
+        parts = self.blocks.split(self.counts.tolist())
+        return torch.cat([bound.take(x) for bound, x in zip(bounds, parts, strict=True)])
 
 
 class Sample:
@@ -77,7 +138,8 @@ class Sample:
 
     Attributes:
         owners, storage: the parameters, and where they are stored.
-        places: of each state's elements in memory.
+        places: of the elements.
+        was_replaced: whether a script had replaced a tensor before the last audit.
         step: the steps that the states have taken.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
@@ -86,23 +148,15 @@ class Sample:
     def __init__(self, states: States) -> None:
         kernel = states[0].kernel
         self.owners = [state.owner for state in states]
-        self._ids = [id(owner) for owner in self.owners]
+        self._known = identities_of(states)
         self.storage = kernel.storage
-        most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(states)))
-        turn = states[0].step // TURN
-        self.places = [sample_of(state.parameter.numel(), most, turn) for state in states]
+        self.places = Places(states)
         self.lane: Lane | None = None
         self.change: Any = None
         self.step = states[0].step
+        self.was_replaced = False
         # Weak references: a script may move states between two steps, to have their memory.
         self._tensors = [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
-        self._gather = None
-        if kernel.how_it_ran == CPP:
-            self._gather = step_cpp.functions(kernel.rule, kernel.storage).gather
-        self._counts = torch.tensor([len(x) for x in self.places], device="cpu")
-        numbers = torch.arange(len(states), device="cpu")
-        self._numbers = numbers.repeat_interleave(self._counts)
-        self._elements, self._blocks = elements_and_blocks(states, self.places)
         self._moments: list[Tensor] = []
         self._waiting: list[tuple[Tensor, Tensor, Numbers]] = []
         if isinstance(kernel.rule, Rule):
@@ -113,64 +167,36 @@ class Sample:
         """Return whether the sample is of these states now.
 
         Before an audit, compare their tensors, too. A step raises no version of them: what does, or
-        replaces one, is a script.
+        replaces one, is a script. One that replaces them before each audit moves them.
         """
-        step = states[0].step
-        if step != self.step or step % TURN == 0 or self._ids != [id(x.owner) for x in states]:
+        first = states[0]
+        if first.step != self.step or first.step % TURN == 0:
             return False
-        if is_audited:
-            for (known, version), tensor in zip(self._tensors, tensors_of(states), strict=True):
-                if known() is not tensor or version != tensor._version:
-                    return False
-        return True
-
-    def _gathered(self, tensors: Sequence[Tensor], places: Tensor) -> Tensor | None:
-        """Return the values of tensors at places in the memory of each, by a kernel."""
-        addresses = [tensor.data_ptr() for tensor in tensors if tensor.is_contiguous()]
-        dtype = tensors[0].dtype
-        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
-        if self._gather is None or not len(addresses) == len(alike) == len(tensors):
-            return None
-        result = torch.empty(len(places), dtype=dtype, device="cpu")
-        table = np.array(addresses)
-        numbers = self._numbers.data_ptr()
-        into = result.data_ptr()
-        self._gather(
-            table.ctypes.data, numbers, len(places), places.data_ptr(), into, dtype.itemsize
-        )
-        return result
-
-    def _read(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the elements of tensors in the shapes of the parameters."""
-        values = self._gathered(tensors, self._elements)
-        if values is not None:
-            return values
-        parts = []
-        for tensor, x in zip(tensors, self.places, strict=True):
-            dense = tensor.contiguous()
-            first = dense.storage_offset() + x.start
-            parts.append(dense.as_strided((len(x),), (x.step,), first))
-        return torch.cat(parts)
-
-    def _bounds(self, bounds: Sequence[Tensor]) -> Tensor:
-        """Return the bound of the block of each element."""
-        values = self._gathered(bounds, self._blocks)
-        if values is not None:
-            return values
-        parts = self._blocks.split(self._counts.tolist())
-        return torch.cat([bound.take(x) for bound, x in zip(bounds, parts, strict=True)])
+        if self._known != identities_of(states):
+            return False
+        if not is_audited:
+            return True
+        was_replaced = self.was_replaced
+        self.was_replaced = False
+        for (known, version), tensor in zip(self._tensors, tensors_of(states), strict=True):
+            if known() is not tensor:
+                self.was_replaced = True
+            elif version != tensor._version:
+                return False
+        self._tensors = [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
+        return was_replaced or not self.was_replaced
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
         """Return what is stored now, with the scales of its blocks."""
         kernel = states[0].kernel
-        weight = self._read([state.parameter for state in states])
+        weight = self.places.read([state.parameter for state in states])
         weight = weight.to(getattr(torch, kernel.storage.visible))
         words = []
         for plane in kernel.planes:
-            words.append(word_of(self._read([state.planes[plane.name] for state in states])))
+            words.append(word_of(self.places.read([state.planes[plane.name] for state in states])))
         scales = {}
         for name in kernel.scaled:
-            bounds = self._bounds([state.bounds[name] for state in states])
+            bounds = self.places.read_blocks([state.bounds[name] for state in states])
             scales[name] = codes.multipliers(bounds)
         return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
@@ -180,7 +206,7 @@ class Sample:
         The states have their gradients, or changes.
         """
         rule = numbers.kernel.rule
-        gradient = self._read([state.gradient for state in states])
+        gradient = self.places.read([state.gradient for state in states])
         weight = torch.zeros((), device=gradient.device)
         self.lane = None
         if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
@@ -189,7 +215,7 @@ class Sample:
             if is_audited:
                 self.lane = lane
         if not isinstance(rule, Rule):
-            self.change = self._read([state.change for state in states])
+            self.change = self.places.read([state.change for state in states])
             return
         self._waiting.append((gradient, weight, numbers))
         if is_audited or len(self._waiting) == MOST_WAITING:
@@ -234,7 +260,7 @@ class Sample:
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
-        lengths = to_device(self._counts, stored.device).repeat(len(terms), 1)
+        lengths = to_device(self.places.counts, stored.device).repeat(len(terms), 1)
         # Without a check, which would wait for the device.
         sums = torch.segment_reduce(torch.stack(terms), "sum", lengths=lengths, axis=1, unsafe=True)
         return sums.T

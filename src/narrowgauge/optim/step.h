@@ -996,13 +996,10 @@ INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t coun
 
 // ── the sample of an audit: some elements of every tensor ────────────────────────────────────────
 
-template <class T>
 INLINE void gather_elements(const int64_t* addresses, const int64_t* numbers, int64_t count, const int64_t* places,
-                            char* out) {
-  for (int64_t k = 0; k < count; k++) {
-    const char* tensor = (const char*)addresses[numbers[k]];
-    put(out + sizeof(T) * k, at_address<T>(tensor + sizeof(T) * places[k]));
-  }
+                            char* out, int bytes) {
+  for (int64_t k = 0; k < count; k++)
+    memcpy(out + bytes * k, (const char*)addresses[numbers[k]] + bytes * places[k], bytes);
 }
 
 // ── what a library exports: step_cpp.py appends one of these ──────────────────────────────────────
@@ -1014,9 +1011,7 @@ INLINE void gather_elements(const int64_t* addresses, const int64_t* numbers, in
   }                                                                                                \
   extern "C" void gather(const int64_t* addresses, const int64_t* numbers, int64_t count,          \
                          const int64_t* places, char* out, int32_t bytes) {                        \
-    if (bytes == 1) gather_elements<int8_t>(addresses, numbers, count, places, out);               \
-    if (bytes == 2) gather_elements<int16_t>(addresses, numbers, count, places, out);              \
-    if (bytes == 4) gather_elements<int32_t>(addresses, numbers, count, places, out);              \
+    gather_elements(addresses, numbers, count, places, out, bytes);                                \
   }
 #define EXPORT_NORM                                                                                \
   extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \
