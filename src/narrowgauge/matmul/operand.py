@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.hashing import signed
 from narrowgauge.numerics.quantization import (
     blocked,
     four_bit_codes,
@@ -216,8 +217,7 @@ def layer_keys(names: Sequence[str], seed: int, device: torch.device | None = No
 
 def mixed(key: Tensor, number: int) -> Tensor:
     """Return a key of a part of what another key belongs to."""
-    salt = (number * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
-    return key + salt
+    return key + signed(number * 0x3C6EF372, 32)
 
 
 _ROWS = 64

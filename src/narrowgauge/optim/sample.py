@@ -58,6 +58,11 @@ def tensors_of(states: States) -> Iterable[Tensor]:
     return chain.from_iterable(state.tensors.values() for state in states)
 
 
+def versions_of(states: States) -> list[tuple[ref[Tensor], int]]:
+    """Return the tensors of states, weakly, and their versions."""
+    return [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
+
+
 def identities_of(states: States) -> list[tuple[int, torch.Size, torch.device]]:
     """Return what places in memory depend on."""
     identities = []
@@ -98,12 +103,12 @@ class Places:
 
     def _gathered(self, tensors: Sequence[Tensor], places: Tensor) -> Tensor | None:
         """Return the values of tensors at places in the memory of each, by a kernel."""
+        if self._gather is None:
+            return None
         dtype = tensors[0].dtype
         for tensor in tensors:
             if tensor.dtype is not dtype or not tensor.is_contiguous():
                 return None
-        if self._gather is None:
-            return None
         result = torch.empty(len(places), dtype=dtype, device="cpu")
         addresses = np.array([tensor.data_ptr() for tensor in tensors])
         self._gather(
@@ -156,7 +161,7 @@ class Sample:
         self.step = states[0].step
         self.was_replaced = False
         # Weak references: a script may move states between two steps, to have their memory.
-        self._tensors = [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
+        self._tensors = versions_of(states)
         self._moments: list[Tensor] = []
         self._waiting: list[tuple[Tensor, Tensor, Numbers]] = []
         if isinstance(kernel.rule, Rule):
@@ -183,7 +188,7 @@ class Sample:
                 self.was_replaced = True
             elif version != tensor._version:
                 return False
-        self._tensors = [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
+        self._tensors = versions_of(states)
         return was_replaced or not self.was_replaced
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:

@@ -82,9 +82,11 @@ class Step:
         definition.average_gradient(state, numbers)
         matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
         state.change = None
-        is_stack = matrix.ndim == 3
-        for place, part in enumerate(matrix if is_stack else [matrix]):
-            _direct(state, part, (place,) if is_stack else (), options, numbers)
+        if matrix.ndim == 2:
+            _direct(state, matrix, (), options, numbers)
+        else:
+            for place, part in enumerate(matrix):
+                _direct(state, part, (place,), options, numbers)
         state.change = own_part(owner, matrix.view(owner.shape))
         del matrix
         self._write(state.kernel, {numbers: [state]})

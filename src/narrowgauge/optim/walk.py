@@ -72,12 +72,14 @@ class Span:
     def store(self, fields: Mapping[str, Tensor]) -> None:
         """Write fields in place. Other fields stay."""
         for plane in planes_of(self.storage):
+            written = [field for field in plane.fields if field.name in fields]
+            if not written:
+                continue
             values = self.planes[plane.name]
             word = word_of(values)
-            for field in plane.fields:
-                if field.name in fields:
-                    mask = ((1 << field.bits) - 1) << field.shift
-                    word = word & signed(~mask, 32) | fields[field.name]
+            for field in written:
+                mask = ((1 << field.bits) - 1) << field.shift
+                word = word & signed(~mask, 32) | fields[field.name]
             integers_of(values).copy_(word)
 
 
