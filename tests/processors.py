@@ -23,10 +23,8 @@ LEVELS = (
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 
 
-def machine_key() -> str:
-    """What bits depend on: the processor's vendor and level, variables that limit it, versions of
-    PyTorch and transformers.
-    """
+def processor_kind() -> str:
+    """What bits depend on in a processor: its vendor and level, and variables that limit it."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     match = re.search(
@@ -39,14 +37,14 @@ def machine_key() -> str:
     for name in LIMITS:
         if os.environ.get(name):
             limits.append(f"{name}={os.environ[name]}")
-    parts = [
-        f"{platform.machine()} {vendor} {level}",
-        *limits,
-        f"ATen {torch.backends.cpu.get_cpu_capability()}",
-    ]
-    return ", ".join(
-        [*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
-    )
+    own = f"{platform.machine()} {vendor} {level}"
+    return ", ".join([own, *limits, f"ATen {torch.backends.cpu.get_cpu_capability()}"])
+
+
+def machine_key() -> str:
+    """What bits depend on: the kind of processor, versions of PyTorch and transformers."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{processor_kind()}, {versions}"
 
 
 @contextmanager

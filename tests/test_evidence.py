@@ -11,7 +11,9 @@ import pytest
 from script_modules import ROOT, script_module
 
 evidence = script_module("docs/evidence.py")
-FIELDS = {"key", "claim", "target", "missed", "machine", "date", "command", "held_out", "holds"}
+FIELDS = {"key", "claim", "target", "missed", "command", "held_out"}
+BY_HAND = {"date", "machine", "holds"}
+"""What a row says itself where no record of a run says it."""
 TABLES = (ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 MARGIN = 1.0
@@ -40,7 +42,9 @@ def test_every_row_says_how_it_was_measured() -> None:
         for row in section:
             keys.append(row["key"])
             figure = "cell" if "cell" in row else "figure"
-            assert row.keys() == FIELDS | {figure}, row["key"]
+            is_trained = row.get("cell", {}).get("records") == "trainings"
+            assert row.keys() == FIELDS | {figure} | (set() if is_trained else BY_HAND), row["key"]
+            assert evidence.measured(row)
             assert row["target"] or not row["missed"], row["key"]
             assert row["missed"] or row["key"] in cited, row["key"]
             assert evidence.figure(row) not in ("", "–"), row["key"]
@@ -58,19 +62,60 @@ def test_every_baseline_of_the_board_learned() -> None:
 
 
 def run_of(row: str, seed: int, loss: float, **changed: Any) -> dict[str, Any]:
-    return {"row": row, "seed": seed, "loss": loss, "vectors": "AVX2", **changed}
+    return {"row": row, "seed": seed, "loss": loss, "text": "A", "processor": "AVX2", **changed}
 
 
 def test_all_pairs_of_one_seed_and_machine_count() -> None:
     masters = [run_of("master", seed, 4.0 + seed) for seed in (0, 1, 2)]
     naives = [run_of("naive", 0, 4.5), run_of("naive", 1, 5.5), run_of("naive", 3, 9.0)]
-    naives += [run_of("naive", 2, 9.0, vectors="AVX512"), run_of("naive", 2, 9.0, lr=1e-3)]
-    masters.append(run_of("master", 1, 6.0, vectors="AVX512"))
-    naives.append(run_of("naive", 1, 7.5, vectors="AVX512"))
+    naives += [run_of("naive", 2, 9.0, processor="AVX512"), run_of("naive", 2, 9.0, lr=1e-3)]
+    masters.append(run_of("master", 1, 6.0, processor="AVX512"))
+    naives.append(run_of("naive", 1, 7.5, processor="AVX512"))
     both = evidence.pairs(naives, masters)
     assert [ours["loss"] - base["loss"] for ours, base in both] == [0.5, 0.5, 1.5]
     # The seed that two machines repeat counts once.
     assert evidence.differences(both) == [0.5, 1.0]
+
+
+def test_two_texts_are_never_pooled() -> None:
+    """A seed is a sample of one text; a cell shows the text with the most seeds, the newest of
+    these.
+    """
+    masters, words = [], []
+    for text, seeds in {"A": (0, 1), "B": (0, 1), "C": (0,)}.items():
+        for seed in seeds:
+            masters.append(run_of("master", seed, 4.0, text=text))
+            words.append(run_of("word", seed, 4.0 + ord(text), text=text, date=f"0{text}"))
+    both = evidence.pairs(words, masters)
+    assert evidence.differences(both) == [65.0, 65.0, 66.0, 66.0, 67.0]
+    assert {run["text"] for run in evidence.of_one_text(words)} == {"B"}
+
+
+def test_pairs_agree_in_the_digests_of_the_baseline_and_a_share_is_of_today() -> None:
+    today = {"word": {"steps: adamw word": evidence.digest("steps: adamw word")}, "master": {}}
+    older = {
+        "word": {"steps: adamw word": "other bits"},
+        "master": {"steps: adamw master": "other"},
+    }
+    words = [run_of("word", 0, 1.0, digests=today), run_of("word", 0, 2.0, digests=older)]
+    words.append(run_of("word", 0, 3.0))
+    masters = [run_of("master", 0, 0.0, digests=older), run_of("master", 0, 0.5, digests=today)]
+    both = evidence.pairs(words, masters)
+    assert [run["loss"] - base["loss"] for run, base in both] == [0.5, 2.0]
+    assert evidence.tracked(words) == "† 1 of 3 runs are of today's bits"
+    assert evidence.tracked(words[:1]) == ""
+    assert evidence.tracked(words[2:]) == "not tracked"
+
+
+def test_equivalence_is_two_one_sided_tests() -> None:
+    """Student's t of 90 % and 3 degrees of freedom is 2.3534."""
+    for scale, verdict in ((0.004, "within 0.01"), (0.008, "not shown to be within 0.01")):
+        losses = [scale * sign for sign in (-1.0, 0.0, 1.0, 2.0)]
+        words = [run_of("word", seed, loss) for seed, loss in enumerate(losses)]
+        masters = [run_of("master", seed, 0.0) for seed in range(4)]
+        half = 2.3534 * scale * (5 / 3) ** 0.5 / 2
+        text = f"{scale / 2:+.4f} ± {half:.4f} (90 %, 4 seeds), {verdict}"
+        assert evidence.equivalence(evidence.pairs(words, masters)) == text
 
 
 @pytest.mark.parametrize(
@@ -86,10 +131,10 @@ def test_machines_that_disagree_stand_beside_the_pooled_mean(
     here: tuple[float, ...], elsewhere: tuple[float, ...], is_shown: bool
 ) -> None:
     masters, words = [], []
-    for vectors, losses in {"AVX2": here, "AVX512": elsewhere}.items():
+    for processor, losses in {"AVX2": here, "AVX512": elsewhere}.items():
         for seed, loss in enumerate(losses):
-            masters.append(run_of("master", seed, 0.0, vectors=vectors))
-            words.append(run_of("word", seed, loss, vectors=vectors))
+            masters.append(run_of("master", seed, 0.0, processor=processor))
+            words.append(run_of("word", seed, loss, processor=processor))
     both = evidence.pairs(words, masters)
     text = evidence.interval(evidence.differences(both))
     if is_shown:
