@@ -12,7 +12,7 @@ row                                 optimizer
 ==================================  =================================================================
 
 Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``turned`` turns the
-lowest bit of one float32 weight before the run, which shows how far two equal runs end apart; ``lora`` or
+lowest bfloat16 bit of one weight before the run, which shows how far two equal runs end apart; ``lora`` or
 ``dora`` before it trains adapters of rank 16 alone, and ``dora galore/word rank=4`` is GradNormLoRP
 (2412.19616) as its authors' scripts run it; ``sums=nearest`` or ``sums=stochastic`` keeps sums of gradients in
 e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
@@ -188,10 +188,10 @@ def give_adapters(model: nn.Module, kind: str, seed: int) -> None:
 
 @torch.no_grad()
 def turn_a_bit(model: nn.Module) -> None:
-    """Turn the lowest bit of one weight of the first attention layer."""
+    """Turn the lowest bit that bfloat16 has of one weight of the first attention layer."""
     for name, parameter in model.named_parameters():
         if "q_proj" in name:
-            parameter.view(torch.int32)[0, 0] ^= 1
+            parameter.view(torch.int32)[0, 0] ^= 1 << 16
             return
 
 
