@@ -56,6 +56,7 @@ WAYS = {
     "zero-1": SOME,
 }
 """The storages that are tried in each way to split a model, with the rule if it is not AdamW."""
+WITH_LOW_BITS = ("word", "exact", "compact", "kahan", "collage-plus", "float16/split")
 STACKS = {"lone": (1, 8), "deep": (3, 4, 2), "one": (1, 3, 5), "kernel": (3, 2, 2, 2)}
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "compile": False, "audit_every": 2}
 LOW_RANK = {"rank": 2, "update_proj_gap": 2}
@@ -229,12 +230,50 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     results["fsdp2", "seeds"] = other_seeds(rank, meshes["fsdp2"])
     for storage in ("compact", "float16/stochastic"):
         results["columns", storage] = stored_by_columns(storage, 1022, meshes["fsdp2"])
+    for storage in WITH_LOW_BITS:
+        results["start", storage] = stored_at_the_start(storage, meshes["fsdp2"])
     with pytest.raises(ng.errors.RecipeError, match="shard of 250 columns"):
         stored_by_columns("compact", 1000, meshes["fsdp2"])
     return results
 
 
 Results = list[dict[tuple[str, str], Any]]
+
+
+def values_at_the_start() -> dict[str, Tensor]:
+    """Return weights whose parts on four ranks look unlike the whole."""
+    generator = torch.Generator().manual_seed(0)
+    ramp = torch.linspace(0.5, 0.9, 10)
+    return {
+        "one value": torch.full((10,), 0.1),
+        "LayerScale": torch.full((10,), 1e-4),
+        "gains": torch.ones(10),
+        "zeros": torch.zeros(10),
+        "signs": torch.tensor([1.0, -1.0, 0.0, 1.0, 1.0, -1.0, 0.0, 0.0, 1.0, 1.0]),
+        "gains, then others": torch.cat([torch.ones(6), ramp[:4]]),
+        "on the grid, then off it": torch.cat([torch.full((6,), 0.75), ramp[:4]]),
+        "scalar": torch.full((1,), 0.3),
+        "matrix": torch.randn(10, 3, generator=generator),
+        "matrix of ones": torch.ones(10, 3),
+    }
+
+
+def stored_at_the_start(storage: str, mesh: Any = None) -> dict[str, Tensor]:
+    """Return the stored weights of new optimizers: of narrow parameters, and of adopted float32."""
+    visible = getattr(torch, STORAGES[storage].visible)
+    results = {}
+    for name, values in values_at_the_start().items():
+        wide: Tensor = values
+        if mesh is not None:
+            wide = distribute_tensor(values, mesh, [Shard(0)])
+        weight = nn.Parameter(wide.to(visible))
+        optimizer = ng.AdamW([(name, weight)], storage=storage, **OPTIONS)
+        optimizer.make_missing(optimizer.param_groups[0], [weight])
+        results[name] = whole(optimizer.stored(weight))
+        optimizer = ng.AdamW([(name, weight)], storage=storage, **OPTIONS)
+        optimizer.adopt({weight: wide})
+        results[f"{name}, adopted"] = whole(optimizer.stored(weight))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +301,16 @@ def test_columns_split_over_ranks_in_whole_blocks(storage: str, results: Results
     alone = stored_by_columns(storage, 1022)
     for result in results:
         assert all(map(torch.equal, result["columns", storage], alone))
+
+
+@pytest.mark.parametrize("storage", WITH_LOW_BITS)
+def test_a_split_weight_begins_as_a_whole_one(storage: str, results: Results) -> None:
+    alone = stored_at_the_start(storage)
+    for result in results:
+        split_weights = result["start", storage]
+        assert [k for k in alone if not torch.equal(split_weights[k], alone[k])] == []
+    assert not torch.equal(alone["one value"], torch.full((10,), 0.1).bfloat16().float())
+    assert torch.equal(alone["signs"], values_at_the_start()["signs"])
 
 
 def test_zero_redundancy(results: Results) -> None:

@@ -77,9 +77,16 @@ def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
     return offset.masked_fill((magnitude == 0) | (magnitude >= infinity), 0)
 
 
-def random_low_bits(storage: Storage, lane: Lane, random: Tensor) -> dict[str, Tensor]:
-    """Return the fields beside a visible weight in place, with random low bits that belong to it."""
+def random_low_bits(
+    storage: Storage, lane: Lane, random: Tensor, keeps_ones: bool = False
+) -> dict[str, Tensor]:
+    """Return the fields beside a visible weight in place, with random low bits that belong to it.
+
+    Those of 1 and -1 are zero if ``keeps_ones``.
+    """
     offset = random_offset(storage.visible, lane.visible, random)
+    if keeps_ones:
+        offset = offset.masked_fill(visible_value(storage.visible, lane.visible).abs() == 1, 0)
     field = fields_of(storage)["weight"]
     if storage.tail_bits:
         return {field.name: place_tail(field, offset)}

@@ -14,8 +14,8 @@ element's position in the whole tensor. So sharding and resuming change none, an
 different ones. They are uniform in the *bits*. Below a power of two an ulp is half as large: a
 value uniform in its cell would leave it too fast on one side, too slowly on the other.
 
-Zeros stay zeros. A vector of one value, or of ones and zeros, stays as it is: so gains and
-biases begin.
+Zeros stay zeros. In a vector, an element of 1 or -1 keeps low bits of zero: so gains and biases
+begin. The element alone decides: a rank sees a part of the vector.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.chunks import flat_chunks
-from narrowgauge.numerics.dtensor import is_sharded, local_of, place_along
+from narrowgauge.numerics.dtensor import add_up, local_of, place_along, split_groups
 from narrowgauge.numerics.hashing import named_seed, signed
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.optim.cells import random_low_bits
@@ -42,10 +42,15 @@ def has_low_bits(storage: Storage) -> bool:
 
 
 def lacks_low_bits(parameter: Tensor, value: Tensor) -> bool:
-    """Return whether all values lie on the grid of a narrow parameter: their low bits are unknown."""
+    """Return whether all values lie on the grid of a narrow parameter: their low bits are unknown.
+
+    The ranks that share the parameter ask together.
+    """
+    if parameter.dtype is torch.float32:
+        return False
     local = local_of(value)
-    on_grid = local.to(parameter.dtype).to(local.dtype)
-    return parameter.dtype is not torch.float32 and torch.equal(on_grid, local)
+    is_off_grid = (local.to(parameter.dtype).to(local.dtype) != local).any()
+    return not add_up(is_off_grid.int(), split_groups(parameter), "max").item()
 
 
 def random_of(owner: Tensor, seed: int, name: str) -> Tensor:
@@ -67,12 +72,6 @@ def fill_state(state: LocalState, seed: int, name: str) -> None:
     """Fill the low bits of a new state of the parameter with a name."""
     if not has_low_bits(state.storage):
         return
-    if state.owner.ndim < 2:
-        seen = state.parameter.detach().float().reshape(-1)
-        is_plain = torch.equal(seen.square(), seen.abs())
-        if not is_sharded(state.owner):
-            is_plain |= torch.equal(seen[1:], seen[:-1])
-        if is_plain:
-            return
+    keeps_ones = state.owner.ndim < 2
     for span in spans(state, random_of(state.owner, seed, name)):
-        span.store(random_low_bits(state.storage, span.lane(), span.arguments[0]))
+        span.store(random_low_bits(state.storage, span.lane(), span.arguments[0], keeps_ones))
