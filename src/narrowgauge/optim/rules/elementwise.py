@@ -75,9 +75,17 @@ class Rule:
         )
 
 
-# Replaces eps = 0: where every gradient was zero, 0/0 must be no step; the smallest normal float32
-# changes no other step.
 TINY = 2.0**-126
+"""The smallest normal float32."""
+
+
+def least_eps(beta2: float) -> float:
+    """Return the least eps of an average of squares in float32.
+
+    Gradients up to this size vanish from the average, whose least value is 2^-149. Without a floor
+    of their size, they would be divided by a much smaller eps, or by 0.
+    """
+    return 2.0**-75 / math.sqrt(1 - beta2)
 
 
 def moving_average(average: Any, value: Any, share: Any) -> Any:
@@ -96,7 +104,7 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
-    eps = max(float(group["eps"]), TINY)
+    eps = max(float(group["eps"]), least_eps(beta2))
     return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
 
 
