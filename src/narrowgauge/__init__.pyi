@@ -8,7 +8,6 @@ from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .measuring.check import check as check
 from .measuring.diagnose import diagnose as diagnose
-from .measuring.lesson import teaches as teaches
 from .measuring.reading import Reading as Reading
 from .measuring.recorder import RunRecorder as RunRecorder
 from .measuring.recorder import watch as watch

@@ -7,8 +7,8 @@ done to micro-batches.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,10 +36,9 @@ class Row:
         settings: of the loop, with and without the fault.
         fault: its public source, and what it is.
         steps: of the loop.
-        asked: columns of the table. ``check``, ``teaches`` and ``run`` are their kinds of readings.
+        asked: columns of the table. ``check`` and ``run`` are their kinds of readings.
         tensor, step, stage, value: of a reading; the tensor as a regular expression.
         says: words that are printed.
-        taught: facts of the lesson.
     """
 
     name: str
@@ -51,14 +50,12 @@ class Row:
     steps: int = 6
     asked: Sequence[str] = ()
     check: Sequence[str] = ()
-    teaches: Sequence[str] = ()
     run: Sequence[str] = ()
     tensor: str = ""
     step: int | None = None
     stage: str | None = None
     value: float | None = None
     says: Sequence[str] = ()
-    taught: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self) -> dict[str, Any]:
         """Return the names of the edited text, a module of its own."""
@@ -114,7 +111,6 @@ def load(file: str, is_loop: bool, *asked: str) -> list[Row]:
 FAULTS = load("faults.toml", True, "check", "run")
 HEALTHY = load("healthy.toml", True, "check", "run")
 PROGRAMS = load("programs.toml", False, "check")
-LESSONS = load("lessons.toml", False, "teaches")
 
 
 # ── the columns ───────────────────────────────────────────────────────────────────────────────────
@@ -153,14 +149,6 @@ def checked(row: Row, folder: Path) -> Readings:
     return ng.check(names["model"], names["optimizer"], **options)
 
 
-def lesson(row: Row, folder: Path) -> Readings:
-    names = first_step(row)
-    model = names["model"]
-    result = ng.teaches(model, names["batch"], names["loss"], backward=names["backward"])
-    assert all(p.grad is None for p in model.parameters())
-    return result
-
-
 def recorded(row: Row, folder: Path) -> Diagnosis:
     """Record a run, which computes the same bits as without a record, and diagnose it."""
     plain = row.loop()
@@ -185,4 +173,4 @@ def recorded(row: Row, folder: Path) -> Diagnosis:
     return diagnosis
 
 
-COLUMNS = {"check": checked, "teaches": lesson, "run": recorded}
+COLUMNS = {"check": checked, "run": recorded}

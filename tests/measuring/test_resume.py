@@ -126,7 +126,55 @@ def test_a_state_that_the_loop_does_not_return_is_seen_in_the_steps_that_follow(
     result = ng.check_resume(loop.step, loop.save, fresh, steps=2)
     names = ["model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "batch"]
     assert [r.tensor for r in result] == names, result
+    assert {r.what for r in result} == {"lost-elsewhere"}
     assert any("2 steps after the load" in line for line in result.lines)
+
+
+class Scaled(nn.Linear):
+    """A layer whose scale no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.lerp_(x.detach().abs().max(), 0.1)
+        return super().forward(x / self.scale)
+
+
+def test_a_buffer_that_no_state_dict_holds_is_a_state() -> None:
+    def stepping(model: Scaled) -> Callable[[], dict[str, Any]]:
+        return lambda: {"model": model, "loss": model(3 * torch.ones(4, 8)).sum().detach()}
+
+    def load(saved: Any) -> Any:
+        fresh = Scaled()
+        fresh.load_state_dict(saved)
+        return {"model": fresh}, stepping(fresh)
+
+    model = Scaled()
+    result = ng.check_resume(stepping(model), model.state_dict, load)
+    assert [(r.what, r.tensor) for r in result] == [("not-restored", "model")]
+    assert "1 state, scale: " in result.lines[-1]
+
+
+def test_a_state_that_the_next_step_computes_anew_changes_nothing() -> None:
+    loop = Loop()
+
+    def step() -> dict[str, Any]:
+        loss = loop.loss()
+        return {**loop.objects(), "last": loss}
+
+    def load(saved: Any) -> Any:
+        fresh = Loop(saved)
+
+        def step_on() -> dict[str, Any]:
+            loss = fresh.loss()
+            return {**fresh.objects(), "last": loss}
+
+        return {**fresh.objects(), "last": 0.0}, step_on
+
+    result = ng.check_resume(step, loop.save, load)
+    assert result.ok and result.lines[1].startswith("last: "), result
 
 
 def of_seed(state_of: Callable[[int], Any]) -> Any:

@@ -180,9 +180,20 @@ def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> Non
     def noisy(tokens: Tensor) -> Tensor:
         return torch.randn(*tokens.shape, 61)
 
-    result = ng.same(noisy, noisy, TOKENS)
-    assert "draws random numbers" in result.unseen["outputs and log probabilities"], result
-    assert "The bits are equal." not in result.lines, result
+    own = torch.Generator()
+
+    def noisy_by_its_own(tokens: Tensor) -> Tensor:
+        return torch.randn(*tokens.shape, 61, generator=own)
+
+    class Dropping(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return nn.functional.dropout(tokens[..., None].expand(-1, -1, 61).float(), 0.5, True)
+
+    for model in (noisy, noisy_by_its_own, Dropping()):
+        for pair in ((model, model), (model_of(), model), (model, model_of())):
+            result = ng.same(*pair, TOKENS)
+            assert "draws random numbers" in str(result.unseen), result
+            assert "The bits are equal." not in result.lines, result
 
 
 # ── two sets of weights ───────────────────────────────────────────────────────────────────────────

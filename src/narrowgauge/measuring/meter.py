@@ -93,6 +93,7 @@ class Meter(Listener):
         self.number = step
         self._first: dict[Tensor, Tensor] = {}  # samples of weights that have masters
         self._seen: Tensor | None = None  # the gradient of the probe in the last step
+        self._kept: Tensor | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -102,7 +103,6 @@ class Meter(Listener):
         self._stepped: set[AnyOptimizer] = set()
         self._missing: set[str] = set()
         self._row: Row = {}
-        self._kept: Tensor | None = None
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -253,6 +253,7 @@ class Meter(Listener):
             self._seen = self._gradient_of_probe()
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)
+                self._kept = None
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────
 

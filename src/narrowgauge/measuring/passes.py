@@ -39,7 +39,7 @@ class Pass(NamedTuple):
         shadows: of the gradients that are followed.
         loss: what the call returned.
         value: the shadow of the loss; NaN if it is not followed.
-        draws: whether random numbers were drawn.
+        draws: whether random numbers were drawn that another pass does not repeat.
         changed: names of the tensors that the pass changed. They were put back.
     """
 
@@ -62,6 +62,25 @@ class Alone:
 
     def after(self, op: Any, note: Any) -> None:
         return
+
+
+class OwnGenerators:
+    """Put back the generators of the user's own that a pass draws from, by their states before."""
+
+    def __init__(self) -> None:
+        self.states: dict[torch.Generator, Tensor] = {}
+
+    def before(self, op: Any) -> None:
+        generator = op.arguments.get("generator")
+        if generator is not None and generator not in self.states:
+            self.states[generator] = generator.get_state()
+
+    def after(self, op: Any, note: Any) -> None:
+        return
+
+    def put_back(self) -> None:
+        for generator, state in self.states.items():
+            generator.set_state(state)
 
 
 class Constants(TorchFunctionMode):
@@ -166,14 +185,18 @@ class Passes:
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
             self.model.train(self.is_training)
             before = generators()
-            undo.enter_context(Beside(wide, *policies))
+            own = OwnGenerators()
+            undo.callback(own.put_back)
+            undo.enter_context(Beside(wide, own, *policies))
             with Constants(wide) if has_constants else nullcontext():
                 loss = call()
             for name, gradient in named_gradients(self.leaves).items():
                 gradients[name] = gradient.detach().clone()
                 if gradient.is_sparse:
                     gradients[name] = gradient.detach().to_dense()
-            draws = wide.draws or generators() != before
+            # Numbers that each call draws anew from a seed are others for other shapes.
+            is_whole = len(self.parts) * all_ranks().size == 1
+            draws = generators() != before or (wide.draws and not is_whole)
         for name, gradient in gradients.items():
             if wide.follows(gradient):
                 shadows[name] = wide.of(gradient)

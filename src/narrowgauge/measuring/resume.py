@@ -80,20 +80,28 @@ def check_resume(
     saved = save()
     states = generators()
     later = snapshot(_after(step, steps), unseen)
+    states_later = generators()
     # A generator that the steps do not draw from changes nothing.
-    drawn = differing(undrawn, generators())
+    drawn = differing(undrawn, states_later)
     # The random generators of a new process differ, so a load must set them.
     torch.rand(7), np.random.rand(7), random.random()
     returned, fresh_step = load(saved)
     before = at_save | {name: states[name] for name in drawn}
     now = snapshot(_objects_of(fresh_step, returned), unseen) | generators()
-    differences = compare(before, now, "after the load", lines)
-    if not differences:
-        now = snapshot(_after(fresh_step, steps), unseen)
-        differences = compare(later, now, f"{counted(steps, 'step')} after the load", lines)
+    lost = compare(before, now, "after the load", lines)
+    now = snapshot(_after(fresh_step, steps), unseen) | generators()
+    later |= {name: states_later[name] for name in drawn}
+    lines_later = list[str]()
+    differing_later = compare(later, now, f"{counted(steps, 'step')} after the load", lines_later)
+    if not lost or not differing_later:
+        lines += lines_later
+    what = "not-restored" if lost else "lost-elsewhere"
+    # A state that the next step computes anew, such as a stored loss, changes nothing.
+    kinds = [kind for kind in lost if kind in differing_later]
+    if differing_later and not kinds:
+        kinds = list(lost or differing_later)
     words = "every state has the bits of the run that went on; steps= crosses an epoch"
-    readings = [measured("not-restored", kind) for kind in differences]
-    return Readings(readings, lines, words, unseen)
+    return Readings([measured(what, kind) for kind in kinds], lines, words, unseen)
 
 
 def _after(step: Step, steps: int) -> Objects:
@@ -199,7 +207,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each tensor, plain value, long list of plain values, and
     unreadable object.
     """
-    if hasattr(value, "state_dict"):
+    if isinstance(value, nn.Module):  # its state_dict lacks buffers that are not persistent
+        value = {**dict(value.named_buffers()), **value.state_dict()}
+    elif hasattr(value, "state_dict"):
         value = value.state_dict()
     if isinstance(value, torch.Generator):
         value = value.get_state()

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from narrowgauge.errors import DataError
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.beside import Beside, is_float
+from narrowgauge.measuring.passes import OwnGenerators
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
@@ -99,6 +100,7 @@ class Recording:
         outputs: of each place; later calls of a module are places of their own.
         shadows: of the places whose shadows are known.
         values: what the model returns.
+        draws: whether the pass drew random numbers.
     """
 
     def __init__(self, forced: Outputs, wide: Wide | None) -> None:
@@ -107,6 +109,7 @@ class Recording:
         self.outputs = Outputs()
         self.shadows = Outputs()
         self.values: Any = None
+        self.draws = False
         self._names = dict[nn.Module, str]()
         self._calls = Counter[str]()
 
@@ -190,10 +193,15 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
             global_hooks.register_module_forward_hook(recording.after),
         ):
             stack.callback(handle.remove)
+        policies: list[Any] = [OwnGenerators()]
+        stack.callback(policies[0].put_back)
         if wide is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
-            stack.enter_context(Beside(wide))
-        values = side(**batch) if is_named else side(batch)
+            policies.append(wide)
+        before = generators()
+        with Beside(*policies):
+            values = side(**batch) if is_named else side(batch)
+        recording.draws = generators() != before or bool(policies[0].states)
     values = getattr(values, "logits", values)
     recording.values = values[0] if isinstance(values, tuple) else values
     return recording
@@ -204,13 +212,13 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
 
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
-    before = generators()
     ours = _run(first, batch, {})
-    if generators() != before:
-        reason = "the first model draws random numbers in evaluation"
-        result.unseen["outputs and log probabilities"] = reason
-        return
     theirs = _run(second, batch, {})
+    for side, recording in (("first", ours), ("second", theirs)):
+        if recording.draws:
+            reason = f"the {side} model draws random numbers in evaluation"
+            result.unseen["outputs and log probabilities"] = reason
+            return
     log_probs = _log_probs(ours.values, batch), _log_probs(theirs.values, batch)
     missing = []
     for place in {**ours.outputs, **theirs.outputs}:

@@ -174,7 +174,8 @@ def _repeated(optimizer: AnyOptimizer, sample: Sample, format: torch.dtype | Non
     for name in vars(optimizer):
         if "hooks" in name:
             setattr(twin, name, OrderedDict())
-    twin.param_groups = [{**sample.group, "params": [p]}]
+    options = {name: copied(x) for name, x in sample.group.items() if name != "params"}
+    twin.param_groups = [{**options, "params": [p]}]
     twin.state = defaultdict(dict, {p: state})
     with torch.random.fork_rng(devices=[p.device] if p.is_cuda else []):
         type(optimizer).step(twin)

@@ -67,6 +67,7 @@ class Along:
         self.has_constants = has_constants
         first = self._run(passes.plain(batch))
         self.exact = first.shadows
+        self.value = first.value
         self.moved: dict[str, Any] = {}
         for name, p in passes.leaves.items():
             if not all(isinstance(hook, OwnHook) for hook in (p._backward_hooks or {}).values()):
@@ -127,8 +128,10 @@ class Along:
             distance = abs(measured - predicted)
             if not distance > (limit or BOUND * size):
                 return Slope(predicted, measured, distance / size, False)
-        # A kink lies within the larger step where the two slopes differ.
-        is_kink = abs(slopes[0] - slopes[1]) > distance / 4
+        # A kink lies within the larger step where the two slopes differ, and at the weights, as of a
+        # ReLU of exact zeros, where the slopes to both sides do.
+        bend = abs(values[0] + values[1] - 2 * self.value) / step
+        is_kink = max(abs(slopes[0] - slopes[1]), bend) > distance / 4
         return Slope(predicted, measured, distance / size, not is_kink)
 
     def last_wrong(self, limit: float) -> tuple[str, Slope]:
@@ -158,7 +161,7 @@ def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
         along, slope = _whole(passes, batch, False)
     if not slope.differs:
         if slope.off > BOUND:
-            raise ArithmeticError("it is another one at a tenth of the step")
+            raise ArithmeticError("the loss has a kink at the weights or near them")
         number = len(along.moved)
         result.lines.append(
             f"slope: the loss changes as the gradient of {number} tensors says, "

@@ -105,10 +105,10 @@ def _compare(
     )
     if differing and not terms:
         terms = _terms(passes, parts)
-    if terms and _is_of_parts(step, exact, terms, differing):
+    if differing and terms and _is_of_parts(step, exact, terms, differing):
         return exact
     answers: dict[str, tuple[float, float, list[str]]] = {}
-    for name in sorted(differing, key=distances.__getitem__, reverse=True):
+    for name in sorted(differing, key=lambda name: -round(distances[name], 6)):
         factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
         rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
         answer = "not a multiple of the plain loss's", distances[name], 0.0

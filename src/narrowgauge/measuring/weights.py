@@ -100,7 +100,7 @@ class Tensors:
         x = whole(self.values[name])
         layer = self.adapted.get(name)
         if layer is not None and not layer.merged_adapters:
-            x = (x + product_of(layer)).to(x.dtype)
+            x = x.double() + product_of(layer)
         return x
 
     def alone(self, other: Tensors) -> list[str]:
@@ -173,7 +173,7 @@ def compare_weights(first: Weights, second: Weights) -> Same:
 def _row(name: str, before: Tensors, after: Tensors) -> Row:
     x = before.read(name)
     y = after.read(name)
-    dtypes = x.dtype, y.dtype
+    dtypes = before.values[name].dtype, after.values[name].dtype
     dtype = max(dtypes, key=unit_of)
     if name in before.buffers | after.buffers or not y.is_floating_point():
         dtype = torch.promote_types(*dtypes)
@@ -182,11 +182,11 @@ def _row(name: str, before: Tensors, after: Tensors) -> Row:
         "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
         **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
-    layer = (before.adapted | after.adapted).get(name)
+    layer = (after.adapted | before.adapted).get(name)
     if layer is not None:
         added = y.double() - x.double()
-        row["adapter_times"] = _difference(product_of(layer), added)["factor"]
-        if row["change"] <= unit_of(dtype):
+        row["adapter_times"] = times = _difference(product_of(layer), added)["factor"]
+        if row["change"] <= unit_of(dtype) and abs(times) <= MOST_TIMES:
             row["differ"] = 0  # the merge rounded once
     return row
 
