@@ -115,7 +115,7 @@ class Along:
                 predicted += float((self.exact[name] * direction).sum())
                 squares += float(self.exact[name].square().sum() * direction.square().mean())
         slopes = []
-        measured = size = distance = 0.0
+        measured = size = distance = bend = 0.0
         for step in (STEP, STEP / 10):
             values = []
             for shift in (step, -step):
@@ -123,6 +123,7 @@ class Along:
                 values.append(self._run(lambda: self.passes.plain_loss(self.batch), shifts).value)
             measured = (values[0] - values[1]) / (2 * step)
             slopes.append(measured)
+            bend = abs(values[0] + values[1] - 2 * self.value) / step
             noise = 64 * abs(values[0]) * 2.0**-53 / step / BOUND
             size = max(math.sqrt(squares), abs(measured), noise) or 1.0
             distance = abs(measured - predicted)
@@ -130,7 +131,6 @@ class Along:
                 return Slope(predicted, measured, distance / size, False)
         # A kink lies within the larger step where the two slopes differ, and at the weights, as of a
         # ReLU of exact zeros, where the slopes to both sides do.
-        bend = abs(values[0] + values[1] - 2 * self.value) / step
         is_kink = max(abs(slopes[0] - slopes[1]), bend) > distance / 4
         return Slope(predicted, measured, distance / size, not is_kink)
 
