@@ -92,6 +92,10 @@ class Along:
         wide = Wide(shifts=shifts, is_smooth=True)
         return self.passes.run(call, wide, Alone(), has_constants=self.has_constants)
 
+    def _loss_at(self, directions: list[tuple[Any, Tensor]], step: float) -> float:
+        shifts = [(p, step * x) for p, x in directions]
+        return self._run(lambda: self.passes.plain_loss(self.batch), shifts).value
+
     def leave_out_attached(self) -> None:
         """Leave out gradients that arrive where nothing is asked, as of losses attached in backward."""
         for name, gradient in self._run(self.passes.plain(self.batch, 0.0)).shadows.items():
@@ -117,10 +121,7 @@ class Along:
         slopes = []
         measured = size = distance = bend = 0.0
         for step in (STEP, STEP / 10):
-            values = []
-            for shift in (step, -step):
-                shifts = [(p, shift * x) for p, x in directions]
-                values.append(self._run(lambda: self.passes.plain_loss(self.batch), shifts).value)
+            values = [self._loss_at(directions, shift) for shift in (step, -step)]
             measured = (values[0] - values[1]) / (2 * step)
             slopes.append(measured)
             bend = abs(values[0] + values[1] - 2 * self.value) / step
