@@ -90,6 +90,7 @@ def checkout(folder: Path) -> Iterator[None]:
     """
     for name in ("docs/case-studies", "examples"):
         shutil.copytree(DOCS.parent / name, folder / name)
+    shutil.copy(DOCS.parent / "LICENSE", folder)
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -26,7 +26,7 @@ _CONTEXT.set_forkserver_preload(
         "torch._dynamo",
         "transformers.models.llama.modeling_llama",
         # What most ranks run. They fork with it, which saves each half a second.
-        "narrowgauge.trainer.loop",
+        "narrowgauge.trainer.train",
         "narrowgauge.measuring.recorder",
         "narrowgauge.measuring.check",
     ]

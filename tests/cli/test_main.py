@@ -15,7 +15,7 @@ import pytest
 
 from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.writer import Record
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, call

@@ -53,7 +53,7 @@ def recorded(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            recorder.step(loss, tokens=tokens.numel(), batch=tokens)
+            recorder.step(loss, tokens=tokens.numel())
     return ng.read_run(folder)
 
 

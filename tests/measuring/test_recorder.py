@@ -100,6 +100,43 @@ def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> Non
     assert run.summary is not None and run.summary["num_skipped"] == 2
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"batch": torch.ones(4, dtype=torch.int64)},
+        {"names": ["a", "b"]},
+        {"text": "x" * 201},
+        {"loss": torch.ones(3)},
+        {"tokens": -5},
+        {"tokens": 2.5},
+    ],
+)
+def test_a_column_of_a_user_is_a_number_or_a_short_text(
+    columns: dict[str, Any], tmp_path: Path
+) -> None:
+    model, optimizer = small()
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        with pytest.raises(RecordError, match=f"Cannot record '{next(iter(columns))}'"):
+            recorder.step(**{"loss": 1.0, **columns})
+        recorder.step(torch.tensor(2.0), mine=torch.tensor([3]).sum(), note="ä" * 100)
+    (row,) = ng.read_run(tmp_path / "run").steps
+    assert (row["loss"], row["mine"], row["note"]) == (2.0, 3, "ä" * 100)
+
+
+def test_a_record_goes_back_to_one_of_its_steps(tmp_path: Path) -> None:
+    model, optimizer = small()
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True) as recorder:
+        recorder.go_back(3)  # from a checkpoint of another run
+        train(model, optimizer, recorder, range(2))
+        for step in (-1, 6):
+            with pytest.raises(RecordError, match=f"step {step} because .* steps up to 5"):
+                recorder.go_back(step)
+        recorder.go_back(4)
+        recorder.go_back(6, rows_lost=True)
+        train(model, optimizer, recorder, range(1))
+    assert [row["step"] for row in ng.read_run(tmp_path / "run").steps] == [4, 7]
+
+
 def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

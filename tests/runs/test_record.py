@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+import narrowgauge as ng
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION, numbers_of
 from narrowgauge.runs.writer import Record
+from narrowgauge.trainer import checkpoints
 from trainer.tiny_runs import bytes_of
 
 RUN = {
@@ -119,7 +122,8 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
     before = bytes_of(folder)
     with Record.open(folder) as record:
         record.rewind(4)
-        assert before.pop(folder / "summary.json")  # the run is not finished any more
+        # The run is not finished any more.
+        before[folder / "summary.json.cut"] = before.pop(folder / "summary.json") + b"\n"
         assert bytes_of(folder) == before
         record.rewind(3)
         record.append("steps", {"step": 4, "loss": 9.0})
@@ -136,6 +140,12 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
     assert run.summary is None
 
 
+def test_settings_that_are_not_a_table_are_damage(folder: Path) -> None:
+    (folder / "run.toml").write_text(f"schema_version = {VERSION}\nconfig = 3\n")
+    with pytest.raises(RecordError, match="'config' is not a table"):
+        read_run(folder)
+
+
 @pytest.mark.parametrize("version", [VERSION + 1, '"a"', ""])
 def test_a_damaged_or_newer_run_is_refused(version: object, folder: Path) -> None:
     (folder / "run.toml").write_text(f"schema_version = {version}")
@@ -143,6 +153,34 @@ def test_a_damaged_or_newer_run_is_refused(version: object, folder: Path) -> Non
     for read in (read_run, Record.open):
         with pytest.raises(RecordError, match=reason):
             read(folder)
+
+
+SIZES = ("300k", "700k", "1000k", "1300k", "1600k", "2000k")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_disk_that_is_too_small_says_so_and_keeps_what_it_holds(
+    size: str, tmp_path: Path
+) -> None:
+    """On a real file system. PyTorch's writer gives no number of an error there."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root mounts a file system")
+    try:
+        model = torch.nn.Linear(256, 256)
+        optimizer = ng.AdamW(model.parameters(), storage="word")
+        model(torch.ones(256, dtype=model.weight.dtype)).sum().backward()
+        optimizer.step()
+        saved = 0
+        with pytest.raises(RecordError, match=r"bytes free\)") as raised:
+            for saved in range(100):
+                checkpoints.save(tmp_path, model, optimizer, {"step": saved}, keep=100)
+        assert "Success" not in str(raised.value) and raised.value.status == 1
+        assert len(checkpoints.folders(tmp_path)) == saved
+        if saved:
+            assert checkpoints.require(tmp_path)[1] == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_full_disk_leaves_whole_rows_and_a_clear_word(

@@ -15,7 +15,7 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.compare import compare, compare_recipes
 from narrowgauge.trainer.settings import OF_A_RUN
 from trainer.tiny_runs import bytes_of, lasting, settings

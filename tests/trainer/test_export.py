@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.export import export
 from trainer.tiny_runs import trained
 

@@ -19,7 +19,8 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.models import WEIGHTS
-from narrowgauge.trainer import checkpoints, loop, session
+from narrowgauge.trainer import checkpoints
+from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.export import export
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
 from ranks import run_ranks
@@ -79,15 +80,15 @@ def test_an_interruption_saves_and_the_same_command_goes_on(
 ) -> None:
     folder = tmp_path / "run"
     words = words_of(settings(place, folder, **CASES["naive"], checkpoint_every=0))
-    true_step = session.train_step
+    true_step = loop.train_step
 
-    def train_step(run: session.Session) -> Any:
+    def train_step(run: loop.Session) -> Any:
         if run.step == 2:
             signal.raise_signal(number)
         return true_step(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "train_step", train_step)
+        patch.setattr(loop, "train_step", train_step)
         interrupted = call(*words)
     assert interrupted.exit_code == 130
     assert "The same command continues" in interrupted.stdout
@@ -173,13 +174,22 @@ def test_without_a_good_checkpoint_a_run_is_refused(stopped: Path) -> None:
     assert bytes_of(stopped) == before
 
 
-def test_a_run_without_a_checkpoint_yet_begins_again_and_says_so(
-    stopped: Path, place: Path, uninterrupted: dict[str, Run]
+def test_pruned_checkpoints_are_refused_in_one_line_and_a_finished_run_stays_finished(
+    stopped: Path,
 ) -> None:
-    shutil.rmtree(stopped / "checkpoints")
-    result = call(*words_of(settings(place, stopped, **CASES["naive"])))
-    assert result.exit_code == 0 and "note: no checkpoint was saved yet" in result.stdout
-    assert_same_run(read_run(stopped), uninterrupted["naive"])
+    finished = Path(shutil.copytree(stopped, stopped.with_name("finished")))
+    assert call("train", "--out", str(finished)).exit_code == 0
+    for folder in (stopped, finished):
+        shutil.rmtree(folder / "checkpoints")
+    before = bytes_of(stopped), bytes_of(finished)
+    assert "after step 5 because its checkpoints are gone" in refused(
+        "train", "--out", str(stopped)
+    )
+    assert call("train", "--out", str(finished)).stdout == f"{finished} is finished: 8 steps.\n"
+    assert loop.train({"out": str(finished)}) == finished
+    line = refused("train", "--out", str(finished), "--steps", "9")
+    assert "after step 8 because its checkpoints are gone" in line
+    assert (bytes_of(stopped), bytes_of(finished)) == before
 
 
 def test_a_save_that_fails_leaves_the_ones_before(
@@ -203,7 +213,7 @@ def test_a_second_writer_and_a_run_of_another_program_are_refused(
     with Record.open(stopped):
         assert "is writing it" in refused("train", "--out", str(stopped))
     Record.create(tmp_path / "mine", {"recorder": {"program": "mine.py"}}).close()
-    with pytest.raises(RecordError, match=r"RunRecorder\(…, resume=True\) in its program"):
+    with pytest.raises(RecordError, match=r"in the program that wrote it"):
         trained(place, tmp_path / "mine")
 
 

@@ -98,3 +98,10 @@ def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(
     with pytest.raises(DataError, match="Cannot read") as raised:
         build(str(tmp_path), seed=0)
     assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_sees_its_targets_is_refused(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, model_type="bert", num_key_value_heads=2, attention_dropout=0.0)
+    with pytest.raises(DataError, match="logits depend on later tokens") as raised:
+        build(str(folder), seed=0)
+    assert "\n" not in str(raised.value)

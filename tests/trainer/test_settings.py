@@ -54,7 +54,6 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "steps = 0: it must be one integer and at least 1": {"steps": 0},
     "lr = nan: it must be one finite number and at least 0": {"lr": math.nan},
     "max_grad_norm = -1.0: it must be one finite number and at least 0": {"max_grad_norm": -1.0},
-    "must be one of none, tensorboard, wandb": {"report_to": "mlflow"},
     "8 sequences into 3 micro-batches for 1 rank": {"gradient_accumulation_steps": 3},
     "no compute is named 'x'": {"recipe": "x/word"},
     "narrowgauge tokenize TEXT OUT": {},

@@ -4,7 +4,6 @@ tokens is refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -40,18 +39,17 @@ def test_a_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
         write_tokens(["text"], tokenizer, tmp_path)
 
 
-def test_a_folder_and_lines_of_json_are_read_by_name(tmp_path: Path) -> None:
+def test_the_text_files_of_a_folder_are_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.txt").write_text("second", encoding="utf-8-sig")
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("first\u2028", "then")]
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (tmp_path / "a.txt").write_text("first", encoding="utf-8")
     (tmp_path / "c.bin").write_bytes(b"\xff")
-    assert [*read_texts(tmp_path)] == ["first\u2028", "then", "second"]
+    (tmp_path / "d.md").write_text("alone")
+    assert [*read_texts(tmp_path)] == ["first", "second"]
+    assert [*read_texts(tmp_path / "d.md")] == ["alone"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.txt", b"\xff\xfe"), ("a.jsonl", b'{"tex": 1}'), ("b.jsonl", b"{")]
-)
+@pytest.mark.parametrize(("name", "content"), [("a.txt", b"\xff\xfe")])
 def test_what_is_no_text_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     for file in (name, "nothing"):
@@ -90,6 +88,31 @@ def test_damaged_tokens_are_refused(content: bytes | None, tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"narrowgauge tokenize TEXT OUT") as caught:
         open_tokens(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+NOT_TOKENS = {
+    "numbers that are not whole": np.linspace(0, 9, 400),
+    "negative numbers": np.full(400, -100),
+    "flags": np.ones(400, bool),
+    "text": np.array(["a", "b"] * 200),
+    "several rows": np.ones((20, 20), np.uint16),
+    "one number": np.uint16(7),
+    "no number": np.zeros(0, np.uint16),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TOKENS)
+def test_only_one_row_of_whole_numbers_is_tokens(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Cannot use the tokens in") as caught:
+        saved(tmp_path, NOT_TOKENS[name])
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_are_below_the_vocabulary_of_their_tokenizer(tmp_path: Path) -> None:
+    load_tokenizer(None).save_pretrained(tmp_path)
+    assert saved(tmp_path, np.arange(257)).vocab_size == 257
+    with pytest.raises(DataError, match="token 257 is beyond its tokenizer, which has 257"):
+        saved(tmp_path, np.arange(258))
 
 
 def test_each_epoch_holds_every_window_once_in_another_order(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def settings(place: Path, out: Path, **changes: Any) -> Settings:
 
 def trained(place: Path, out: Path, *, is_verbose: bool = True, **changes: Any) -> Path:
     """Train a run, or go on with it, and return its folder."""
-    from narrowgauge.trainer import loop
+    from narrowgauge.trainer import train as loop
 
     return loop.train(vars(settings(place, out, **changes)), is_verbose=is_verbose)
 

@@ -1,15 +1,14 @@
 """The commands. Each parses its arguments, calls one function, and prints the result.
 
-Every flag of ``train`` is a field of ``TrainConfig``, a key of a ``--config`` file, and a key of
+Every flag of ``train`` is a field of ``Settings``, a key of a ``--config`` file, and a key of
 ``run.toml``. Flags override the file, and the file overrides defaults. Commands check their input
 first, and import PyTorch (some seconds) only then.
 """
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
-import platform
 import warnings
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
-from narrowgauge.runs.places import require_empty
+from narrowgauge.runs.places import require_free
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -34,25 +33,10 @@ _count = click.IntRange(min=1)
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
-def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:
-    """Make glibc keep large freed buffers in this process: a training step allocates the same
-    buffers again.
-
-    By default it unmaps every buffer above 32 MiB, trims above 64, and all pages fault again. The
-    library never calls this.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        m_trim_threshold = -1
-        m_mmap_threshold = -3
-        libc.mallopt(m_mmap_threshold, mmap_threshold)
-        libc.mallopt(m_trim_threshold, trim_threshold)
-
-
 def _train(settings: dict[str, Any]) -> None:
     """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
-    from narrowgauge.trainer.entry import enter
+    from narrowgauge.trainer.settings import enter
 
     if job.world_size() == 1:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
@@ -61,11 +45,10 @@ def _train(settings: dict[str, Any]) -> None:
             return click.echo(
                 f"{entry.settings.folder} is finished: {counted(entry.step, 'step')}."
             )
-    from narrowgauge.trainer import loop
+    from narrowgauge.trainer import train as trainer
 
-    keep_pages()
     with job.joined():
-        folder = loop.train(settings)
+        folder = trainer.train(settings)
     if job.rank() == 0:
         click.echo(folder)
     return None
@@ -88,6 +71,8 @@ def main(context: click.Context) -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # PyTorch's own warnings to its developers
+    for name in ("torchao", "torch.utils._pytree"):  # what transformers imports says on import
+        logging.getLogger(name).setLevel(logging.ERROR)
     # PyTorch's own, at every step and at every checkpoint of one process.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module|torch.distributed is disabled")
     help_without_command(context)
@@ -200,8 +185,8 @@ def show_arithmetic(cuda: bool) -> None:
 def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
     """Tokenize TEXT into a new folder OUT, the data of train and compare.
 
-    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl
-    files. OUT holds tokens.npy, which any other pipeline may write too.
+    TEXT is a text file, or a folder of .txt files, a document each. OUT holds tokens.npy, which any
+    other pipeline may write too: one row of whole numbers.
     """
     from narrowgauge.trainer.tokens import load_tokenizer, read_texts, write_tokens
 
@@ -262,7 +247,6 @@ def compare(
         raise RankError(
             f"Cannot run narrowgauge compare on {size} ranks.", "Start it once, without torchrun."
         )
-    keep_pages()
     comparison, page = comparing.compare_recipes(
         recipes, flags.passed(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)
     )  # fmt: skip
@@ -301,7 +285,7 @@ def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     from narrowgauge.trainer import checkpoints
 
-    require_empty(out)
+    require_free(out, (), "write")
     checkpoints.require(folder)
     from narrowgauge.trainer import export as exporting
 

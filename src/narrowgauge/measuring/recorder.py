@@ -37,9 +37,9 @@ from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run, read_run, rows_in
 from narrowgauge.runs.schema import Row
-from narrowgauge.runs.writer import Record, plain
+from narrowgauge.runs.writer import Record, plain, require_columns
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
@@ -218,16 +218,19 @@ class RunRecorder:
             loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
                 for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
-                replace those read here, which are the rate of the optimizer's first group, our
+            columns: further columns: numbers, or texts of at most 200 bytes. ``lr``, ``grad_norm``
+                (before clipping) and ``seconds`` replace those read here, which are the rate of the optimizer's first group, our
                 optimizer's norm, if it clips, and the time since the last call. A row
                 without a step counts as skipped, but for those of micro-batches.
         Raises:
-            RecordError: the run is resumed, and :meth:`go_back` was not called.
+            RecordError: the run is resumed, and :meth:`go_back` was not called; or a column is not
+                a number or a short text.
         """
+        row = plain({"loss": loss, **columns})
+        require_columns({"tokens": tokens, **row})
         if tokens is not None:
-            columns["tokens"] = self._tokens + tokens
-        self.meter.end_step(plain({"loss": loss, **columns}))
+            row["tokens"] = self._tokens + tokens
+        self.meter.end_step(row)
 
     def _write(self, row: Row) -> None:
         """Write the row of a step that has ended, and let the laws read it."""
@@ -301,8 +304,11 @@ class RunRecorder:
         self._certificate.write(path, objects)
         self.event("checkpoint", "the loop saved a checkpoint", place=str(Path(path).absolute()))
 
-    def go_back(self, step: int, *, tokens: int | None = None, **objects: Any) -> None:
-        """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
+    def go_back(
+        self, step: int, *, tokens: int | None = None, rows_lost: bool = False, **objects: Any
+    ) -> None:
+        """Continue after ``step``. Move rows of later steps to ``FILE.cut``, since the loop repeats
+        these steps.
 
         Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an
         empty folder too, if a loop continues from another run's checkpoint.
@@ -310,9 +316,12 @@ class RunRecorder:
         Args:
             step: steps that the loaded checkpoint has done.
             tokens: trained on in these steps; ``None``: as the last row says.
+            rows_lost: take a step beyond the last row: rows were lost, or steps not recorded.
             objects: the loaded ones, by the names that :meth:`saved` was given.
+        Raises:
+            RecordError: the record ends before ``step``, or ``step`` is below 0.
         """
-        run = self._here.of_first(lambda: self._rewound(step))
+        run = self._here.of_first(lambda: self._rewound(step, rows_lost))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._note)
         last = run.steps[-1] if run.steps else {}
@@ -329,9 +338,17 @@ class RunRecorder:
         if not is_fresh:
             self.event("resume", f"from step {step}")
 
-    def _rewound(self, step: int) -> Run:
-        """Delete the rows after a step, on rank 0, and return the run that is left."""
+    def _rewound(self, step: int, rows_lost: bool) -> Run:
+        """Set the rows after a step aside, on rank 0, and return the run that is left."""
         assert self._record is not None
+        last = 0
+        for row in rows_in(self._record.path / "steps.jsonl", []):
+            last = row["step"]
+        if step < 0 or (step > last > 0 and not rows_lost):
+            raise RecordError(
+                f"Cannot go back to step {step} because the record has steps up to {last}.",
+                "Give the step of the loaded checkpoint; if rows were lost, with rows_lost=True.",
+            )
         self._record.rewind(step)
         while self._record.notes:
             self._note(self._record.notes.pop())

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
@@ -24,20 +24,24 @@ TEMPORARY = ".tmp-"
 
 
 def disk_error(path: Path, error: Exception) -> RecordError:
-    """Return a ``RecordError`` for an error of the operating system.
+    """Return a ``RecordError`` for an error while a file is read or written.
 
-    On a full disk it gives the free bytes.
+    On a full disk, and for an error without a number, it gives the free bytes.
     """
-    number = system_error(error) or 0
-    if number not in (errno.ENOSPC, errno.EDQUOT):
+    number = system_error(error)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        reason = "the disk is full"
+    elif number is not None:
         status = 1 if number in (errno.EIO, errno.EFBIG) else 2
         advice = "Check the path and who may write there."
         return RecordError(f"Cannot use {path}: {os.strerror(number)}.", advice, status=status)
+    else:  # PyTorch's writer gives no number on a full disk
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     place = path.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    message = f"Cannot write {path}: the disk is full ({free:,} bytes free)."
+    message = f"Cannot write {path}: {reason} ({free:,} bytes free)."
     return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
@@ -83,8 +87,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file in an existing folder.
+def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace a file in an existing folder by some bytes, or by lines.
 
     Any reader, also after a crash, sees the old bytes or the new ones.
 
@@ -97,7 +101,8 @@ def write_whole(path: Path, data: bytes) -> None:
                 f"Cannot write {path}: it is not a regular file.", "Name a file, new or old."
             )
         try:
-            temporary.write_bytes(data)
+            with temporary.open("wb") as stream:
+                stream.writelines([data] if isinstance(data, bytes) else data)
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)

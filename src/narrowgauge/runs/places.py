@@ -23,6 +23,8 @@ if sys.platform != "win32":
 
 ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows. Each has a file in a run folder: ``steps.jsonl`` and so on."""
+RUN_FILES = (*(f"{name}.jsonl" for name in ROW_FILES), "summary.json", "run.toml")
+"""The files of a run's record."""
 PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
 """In the first bytes of every page that we write."""
 
@@ -45,25 +47,25 @@ def is_page(file: Path) -> bool:
 # ── to write ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def require_free(path: str | Path) -> None:
-    """Refuse to begin a run in a file, or over the files of another run."""
-    require_no_file(Path(path), [*(f"{name}.jsonl" for name in ROW_FILES), "run.toml"])
-
-
-def require_no_file(path: Path, names: Iterable[str], task: str = "create a run in") -> None:
-    """Refuse a file, and a folder that holds one of ``names``."""
+def require_free(
+    path: str | Path, names: Iterable[str] = RUN_FILES, task: str = "create a run in"
+) -> None:
+    """Refuse a file, and a folder that holds one of ``names``; without names, that holds anything."""
+    path = Path(path)
     problem = ""
     with disk_errors(path):
         if path.exists() and not path.is_dir():
             problem = "it is a file"
-        for name in names:
-            if (path / name).exists():
-                problem = f"it holds {name}, which is not to be overwritten"
+        elif path.exists():
+            held = [name for name in os.listdir(path) if not name.startswith(TEMPORARY)]
+            for name in names or held:
+                if name in held:
+                    problem = f"it holds {name}, which is not to be overwritten"
     if problem:
         advice = "Choose another folder."
         if is_run(path):
-            advice += f" Or continue with narrowgauge train --out {path}, or with "
-            advice += "RunRecorder(…, resume=True) in its program."
+            advice += " Or continue the run in the program that wrote it: the same narrowgauge "
+            advice += "train, or a loop with RunRecorder(…, resume=True)."
         raise RecordError(f"Cannot {task} {path}: {problem}.", advice)
 
 
@@ -79,22 +81,13 @@ def require_comparison(folder: Path, runs: Iterable[str]) -> None:
             names = ["run.toml"]
         else:
             require_free(folder / name)
-    require_no_file(folder, names, "compare in")
-
-
-def require_empty(path: Path) -> None:
-    """Refuse to write a folder where something is."""
-    with disk_errors(path):
-        names = []
-        if path.is_dir():
-            names = [name for name in os.listdir(path) if not name.startswith(TEMPORARY)]
-    require_no_file(path, names, "write")
+    require_free(folder, names, "compare in")
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, renamed to ``path`` if the block succeeds. ``path`` may be empty."""
-    require_empty(path)
+    require_free(path, (), "write")
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):

@@ -17,13 +17,15 @@ note. At any moment the last line may be torn, which is dropped without a note.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import damaged, read_bytes
+from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.places import is_run, only_run
@@ -62,7 +64,7 @@ class Run:
         return self._read("fingerprints")
 
     def _read(self, kind: str) -> list[Row]:
-        return [] if self.is_foreign else rows_in(self.path / f"{kind}.jsonl", self.notes)
+        return [] if self.is_foreign else [*rows_in(self.path / f"{kind}.jsonl", self.notes)]
 
     @property
     def is_foreign(self) -> bool:
@@ -107,9 +109,9 @@ def read_run(path: str | Path) -> Run:
         return Run(**log)
     notes: list[str] = []
     steps, evals, events = (
-        rows_in(path / f"{kind}.jsonl", notes) for kind in ("steps", "evals", "events")
+        [*rows_in(path / f"{kind}.jsonl", notes)] for kind in ("steps", "evals", "events")
     )
-    return Run(path, read_settings(path), steps, evals, events, _read_summary(path, notes), notes)
+    return Run(path, read_settings(path), steps, evals, events, read_summary(path, notes), notes)
 
 
 def read_settings(path: Path) -> Row:
@@ -127,6 +129,9 @@ def read_settings(path: Path) -> Row:
         run: Row = load_toml(data.decode())
     except ValueError as error:
         raise damaged(file, error) from error
+    for name in ("config", "data", "versions", "machine", "model", "watch"):
+        if not isinstance(run.get(name, {}), dict):
+            raise damaged(file, f"'{name}' is not a table")
     version = run.get("schema_version")
     if version != VERSION:
         raise RecordError(
@@ -136,7 +141,7 @@ def read_settings(path: Path) -> Row:
     return run
 
 
-def _read_summary(path: Path, notes: list[str]) -> Row | None:
+def read_summary(path: Path, notes: list[str]) -> Row | None:
     """Return the metrics of a finished run; without them, or if they are damaged, it is not finished."""
     data = read_bytes(path / "summary.json")
     try:
@@ -146,24 +151,38 @@ def _read_summary(path: Path, notes: list[str]) -> Row | None:
         return None
 
 
-def rows_in(file: Path, notes: list[str]) -> list[Row]:
-    """Return the rows of a file. Drop lines that do not parse, with a note, and a torn last one."""
-    *lines, _ = (read_bytes(file) or b"").split(b"\n")
-    rows = []
-    wrong = []
-    for place, line in enumerate(lines, 1):
-        try:
+def lines_in(file: Path) -> Iterator[tuple[bytes, Row | None]]:
+    """Yield the lines of a file with their rows; ``None`` is the row of one that does not parse, and
+    of a torn last one.
+    """
+    with disk_errors(file):
+        if not file.is_file():
+            return
+        with file.open("rb") as stream:
+            for line in stream:
+                yield line, _row_of(line, file.stem)
+
+
+def _row_of(line: bytes, kind: str) -> Row | None:
+    row = None
+    if line.endswith(b"\n"):
+        with contextlib.suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            row = None
-        is_row = isinstance(row, dict) and type(row.get("step")) is int
-        if is_row and (file.stem != "events" or "what" in row):
-            rows.append(row)
-        else:
-            wrong.append(place)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return None if kind == "events" and "what" not in row else row
+
+
+def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
+    """Yield the rows of a file. Drop lines that do not parse, with a note, and a torn last one."""
+    wrong = []
+    number = 0
+    for line, row in lines_in(file):
+        number += line.endswith(b"\n")
+        if row is not None:
+            yield row
+        elif line.endswith(b"\n"):
+            wrong.append(number)
     if wrong:
         count = counted(len(wrong), "damaged row")
-        notes.append(
-            f"{file.name} has {count} of {len(lines)}, the first in line {wrong[0]}; left out"
-        )
-    return rows
+        notes.append(f"{file.name} has {count} of {number}, the first in line {wrong[0]}; left out")

@@ -7,7 +7,8 @@ process ends.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import tomli_w
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, read_bytes, write_whole
-from narrowgauge.runs.places import ROW_FILES, lock, require_free, unlock
-from narrowgauge.runs.record import read_settings, rows_in
+from narrowgauge.runs.places import ROW_FILES, RUN_FILES, lock, require_free, unlock
+from narrowgauge.runs.record import lines_in, read_settings, rows_in
 from narrowgauge.runs.schema import VERSION, Row
 
 
@@ -78,13 +79,13 @@ class Record:
         return record
 
     def rewind(self, step: int) -> None:
-        """Delete the rows after a step, and the summary, because a resume from its checkpoint
-        writes them again. Keep the events.
+        """Move the rows after a step, and the summary, to ``KIND.jsonl.cut`` and
+        ``summary.json.cut``, because a resume from its checkpoint writes them again. Keep the events.
         """
         for name in ROW_FILES:
             if name != "events":
                 self._keep(name, step)
-        (self.path / "summary.json").unlink(missing_ok=True)
+        _move_to_cut(self.path / "summary.json")
 
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, for a resume that changes its settings.
@@ -125,14 +126,44 @@ class Record:
         self.close()
 
     def _keep(self, name: str, last_step: float = float("inf")) -> None:
-        """Remove damaged lines, a torn last one, and rows after a step."""
+        """Move damaged lines, a torn last one, and rows after a step to ``NAME.jsonl.cut``."""
         file = self.path / f"{name}.jsonl"
-        content = b""
-        for row in rows_in(file, self.notes):
-            if row["step"] <= last_step:
-                content += _line(row)
-        if content != (read_bytes(file) or b""):
-            write_whole(file, content)
+
+        def lines(are_kept: bool) -> Iterator[bytes]:
+            for line, row in lines_in(file):
+                if are_kept == (row is not None and row["step"] <= last_step):
+                    yield line
+
+        if any(lines(are_kept=False)):
+            for _ in rows_in(file, self.notes):
+                pass
+            _append(file, lines(are_kept=False))
+            write_whole(file, lines(are_kept=True))
+
+
+def set_aside(path: Path) -> None:
+    """Move the whole record of a run to ``FILE.cut``, because the run begins again."""
+    if path.is_dir():
+        with Record(path):
+            for name in RUN_FILES:
+                _move_to_cut(path / name)
+
+
+def _move_to_cut(file: Path) -> None:
+    content = read_bytes(file)
+    if content is not None:
+        _append(file, [content])
+        with disk_errors(file):
+            file.unlink()
+
+
+def _append(file: Path, lines: Iterable[bytes]) -> None:
+    """Append lines that are about to leave a file to ``FILE.cut``."""
+    cut = file.with_name(f"{file.name}.cut")
+    with disk_errors(cut), cut.open("ab") as stream:
+        for line in lines:
+            stream.write(line if line.endswith(b"\n") else line + b"\n")
+        os.fsync(stream.fileno())
 
 
 def _line(row: Row) -> bytes:
@@ -153,3 +184,25 @@ def plain(value: Any) -> Any:
         return list(map(plain, value))
     is_plain = isinstance(value, (bool, int, float, str, type(None)))
     return value if is_plain else str(value)
+
+
+LONGEST = 200
+"""Bytes of a text in a row."""
+
+
+def require_columns(row: Row) -> None:
+    """Refuse columns of a user's step that are not numbers or short texts, and fewer than no tokens."""
+    for name, value in row.items():
+        problem = ""
+        if isinstance(value, str):
+            if len(value.encode()) > LONGEST:
+                problem = f"a text of more than {LONGEST} bytes"
+        elif value is not None and not isinstance(value, (int, float)):
+            problem = f"a {type(value).__name__}"
+        elif name == "tokens" and value is not None and not (isinstance(value, int) and value >= 0):
+            problem = f"{value}"
+        if problem:
+            raise RecordError(
+                f"Cannot record '{name}' because it is {problem}.",
+                "Give one number, or a short text; tokens are a whole number from 0 on.",
+            )

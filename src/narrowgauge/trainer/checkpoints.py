@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import digest, disk_error, sync
+from narrowgauge.runs.atomic_io import TEMPORARY, digest, disk_error, sync
 from narrowgauge.spec.tables import Row
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
 
     ranks = all_ranks()
     place = run / "checkpoints"
-    new = place / "new"
+    new = place / f"{TEMPORARY}step"
     final = place / f"step-{notes['step']:08d}"
 
     def clean() -> None:
@@ -103,7 +103,7 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         # The run continued from an earlier checkpoint: this step's and later ones are damaged.
         for folder in folders(run):
             if folder >= final:
-                shutil.rmtree(folder)
+                _set_aside(folder)
         new.rename(final)
         sync(place)
         for folder in folders(run)[keep:]:
@@ -116,6 +116,13 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
     except (OSError, CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
         raise disk_error(final, failures[min(failures)][0]) from error
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a damaged checkpoint, replacing an earlier one of its step."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
 
 
 def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:

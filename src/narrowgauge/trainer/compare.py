@@ -25,8 +25,7 @@ from narrowgauge.runs.places import is_run, require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import Record, plain
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.entry import enter
-from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.settings import Settings, enter
 
 
 def planned(recipes: Sequence[Any], seeds: int) -> dict[str, tuple[Any, int]]:
@@ -155,14 +154,15 @@ def compare_recipes(
         of_run = {"recipe": recipe, "seed": seed, "out": str(folder / name)}
         entries.append(enter({**settings, **of_run}))
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
-    from narrowgauge.trainer import loop
+    from narrowgauge.trainer.train import train
 
     say(f"{counted(len(entries), 'run')} in {folder}. The same command continues after a stop.")
     for number, entry in enumerate(entries, 1):
-        run = loop.train(vars(entry.settings), is_verbose=False)
-        loss = (read_run(run).summary or {})["val_loss"]
-        words = "  trained earlier" if entry.is_finished else ""
-        say(f"{number}/{len(entries)}  {run.name}  validation loss {loss:.4f}{words}")
+        run = train(vars(entry.settings), is_verbose=False)
+        loss = (read_run(run).summary or {}).get("val_loss")
+        words = "no validation loss" if loss is None else f"validation loss {loss:.4f}"
+        earlier = "  trained earlier" if entry.is_finished else ""
+        say(f"{number}/{len(entries)}  {run.name}  {words}{earlier}")
     runs = read_runs([*(entry.settings.folder for entry in entries), folder])
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):

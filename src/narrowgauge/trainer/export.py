@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from narrowgauge.runs.places import new_folder
-from narrowgauge.trainer.loop import load
 from narrowgauge.trainer.tokens import load_tokenizer
+from narrowgauge.trainer.train import load
 
 
 def export(folder: Path, out: Path) -> Path:

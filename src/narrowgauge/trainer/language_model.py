@@ -76,7 +76,19 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             "Use the tokenizer of these weights, or a folder with only config.json to start from "
             "random weights.",
         )
+    if _sees_targets(built.eval()):
+        raise DataError(
+            f"Cannot train '{model}' because its logits depend on later tokens, which are the targets.",
+            "Name a causal language model, such as Llama or GPT-2.",
+        )
     return cast("PreTrainedModel", built.train())
+
+
+@torch.no_grad()
+def _sees_targets(model: Any) -> bool:
+    """Return whether the logits of a token change with the token after it, beyond rounding."""
+    first, second = model(input_ids=torch.tensor([[0, 1], [0, 2]]), use_cache=False).logits[:, 0]
+    return bool((first - second).abs().max() > 1e-4 * first.abs().max())
 
 
 def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:

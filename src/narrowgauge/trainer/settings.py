@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from narrowgauge.errors import DataError, RankError, require_package
+from narrowgauge.errors import DataError, RankError, RecordError, require_package
 from narrowgauge.runs.finding import counted
+from narrowgauge.runs.places import is_run, require_free
+from narrowgauge.runs.record import read_run, read_summary
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.values import require_choice, require_number
+from narrowgauge.spec.values import require_number
+from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer.tokens import open_tokens
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
@@ -25,9 +29,10 @@ FIXED = ("model", "recipe", "batch_size", "sequence_length", "seed")
 """Settings that decide the numbers of a run from its first step on."""
 
 
-def setting(default: Any, help: str, least: float = 0) -> Any:
-    """Return a field; a number is at least ``least``."""
-    return dataclasses.field(default=default, metadata={"help": help, "least": least})
+def setting(default: Any, help: str, least: float = 0, below: float = math.inf) -> Any:
+    """Return a field; a number is at least ``least`` and ``below``."""
+    metadata = {"help": help, "least": least, "below": below}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Settings:
     warmup_steps: int = setting(-1, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", -1)
     weight_decay: float = setting(0.1, "Weight decay of matrices.")
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables it.")
-    seed: int = setting(0, "Seed of the initial weights, the order of the data and stochastic rounding.")
+    seed: int = setting(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0, 1 << 32)
     eval_every: int = setting(100, "Steps between validations; 0: only at the end.")
     eval_sequences: int = setting(64, "Sequences per validation, over all ranks.", 1)
     checkpoint_every: int = setting(100, "Steps between checkpoints; 0: only at the end.")
@@ -66,7 +71,6 @@ class Settings:
     fingerprints_every: int = setting(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.")
     stop_after: int = setting(0, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
-    report_to: str = setting("none", "Also send the numbers to tensorboard or wandb.")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -75,8 +79,8 @@ class Settings:
             value = getattr(self, field.name)
             kind = type(field.default)
             if kind is not str:
-                require_number(field.name, value, field.metadata["least"], is_whole=kind is int)
-        require_choice("report_to", self.report_to, ("none", "tensorboard", "wandb"))
+                bounds = field.metadata["least"], field.metadata["below"]
+                require_number(field.name, value, *bounds, is_whole=kind is int)
 
     @property
     def folder(self) -> Path:
@@ -108,8 +112,6 @@ class Settings:
             NarrowgaugeError: an invalid value.
         """
         require_package("transformers")
-        if self.report_to != "none":
-            require_package(self.report_to)
         parts = self.gradient_accumulation_steps
         if self.batch_size % parts or parts % num_ranks:
             raise RankError(
@@ -119,15 +121,26 @@ class Settings:
                 "of the number of ranks.",
             )
         model = known_model(self.model)
-        num_held_out = len(open_tokens(self.data).held_out)
+        tokens = open_tokens(self.data)
+        num_held_out = len(tokens.held_out)
         if num_held_out <= self.sequence_length:
             raise DataError(
                 f"sequence_length {self.sequence_length} needs {self.sequence_length + 1} tokens; "
                 f"the held-out part has {num_held_out}.",
                 "Give more text, or a smaller --sequence-length.",
             )
+        if self.tokens_per_step >= len(tokens.train):
+            raise DataError(
+                f"A step of {self.tokens_per_step:,} tokens needs more than the "
+                f"{len(tokens.train):,} in the training part.",
+                "Give more text, or a smaller --batch-size.",
+            )
         data = str(Path(self.data).resolve())
         return replace(self, model=model, data=data, out=str(self.folder))
+
+
+NAMES = frozenset(field.name for field in fields(Settings))
+"""The names of all settings. A record with exactly these is the trainer's."""
 
 
 def known_model(name: str) -> str:
@@ -136,3 +149,115 @@ def known_model(name: str) -> str:
     if folder.is_dir() and name not in MODELS:
         return str(folder.resolve())
     return name if "/" in name else get_model(name).name
+
+
+class Entry(NamedTuple):
+    """A run that may begin or continue: its checked settings, and its newest good checkpoint.
+
+    ``step`` is the last one that was trained and is not repeated. ``events`` are pairs of a kind
+    and a sentence: what differs from what was asked for. ``is_finished``: nothing is left to train.
+    """
+
+    settings: Settings
+    checkpoint: Path | None = None
+    step: int = 0
+    events: tuple[tuple[str, str], ...] = ()
+    is_finished: bool = False
+
+
+def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
+    """Return the run that settings ask for. Nothing is written, and what is wrong is refused before
+    PyTorch is loaded.
+
+    The settings come from the newest good checkpoint, or from ``run.toml`` before there is one, and
+    those that are named replace them. A run is finished if its summary or its last planned row is
+    there, with or without checkpoints.
+
+    Args:
+        named: the settings that were named; others are those of the run in ``out``, or defaults.
+    Raises:
+        NarrowgaugeError: an invalid setting, a folder with something else, or a run that has no
+            good checkpoint left or cannot change a setting.
+    """
+    settings = Settings(**named)
+    folder = settings.folder
+    checkpoint = None
+    events = []
+    if checkpoints.folders(folder):
+        checkpoint, damaged = checkpoints.require(folder)
+        notes = checkpoints.notes_of(checkpoint)
+        events += [
+            ("damaged-checkpoint", f"{name} does not match its checksums") for name in damaged
+        ]
+    elif is_run(folder):
+        notes = _notes_of_record(folder)
+        if notes["step"] == 0:
+            events.append(("note", "no checkpoint was saved yet, so the run begins again"))
+    else:
+        require_free(folder)
+        return Entry(settings.checked(num_ranks))
+    before = _settings_of(notes, folder)
+    settings = Settings(**{**notes["settings"], **named, "out": str(folder)}).checked(num_ranks)
+    step = notes["step"]
+    told = _steps_in(read_summary(folder, []))
+    is_finished = (step if checkpoint is None else told) >= settings.steps
+    fixed = []
+    if is_finished:
+        step = max(step, told)
+    elif checkpoint is None and step:
+        fixed.append("its checkpoints are gone")
+    for name, words in _changes(before, settings).items():
+        events.append(("changed-settings", f"{words} at step {step}"))
+        if step >= settings.steps or name in FIXED:
+            fixed.append(words)
+    if notes["tokens"] not in ("", open_tokens(settings.data).fingerprint):
+        fixed.append(f"the tokens in {settings.data} are not those that it started with")
+    if fixed and step:
+        raise RecordError(
+            f"Cannot continue {folder} after step {step} because {fixed[0]}.",
+            "Leave the setting as it was, or start another run with another --out.",
+        )
+    return Entry(settings, checkpoint, step, tuple(events), is_finished)
+
+
+def _settings_of(notes: Mapping[str, Any], folder: Path) -> Settings:
+    """Return the settings that a run was trained with."""
+    if not set(notes["settings"]) <= NAMES:
+        raise RecordError(
+            f"Cannot continue {folder} because another version wrote it.", "Choose another --out."
+        )
+    return Settings(**notes["settings"])
+
+
+def _changes(before: Settings, after: Settings) -> dict[str, str]:
+    """Return a phrase for each setting of the training that differs."""
+    changes = {}
+    for name, old in vars(before).items():
+        new = getattr(after, name)
+        if name not in ("out", "data", "stop_after") and new != old:
+            changes[name] = f"{name} was {old} and is {new}"
+    return changes
+
+
+def _notes_of_record(folder: Path) -> dict[str, Any]:
+    """Return the notes of a run without a checkpoint.
+
+    The step is 0, and the run may begin again, if it never had a checkpoint and did not end.
+    """
+    run = read_run(folder)
+    if set(run.config) != NAMES:  # of another program
+        require_free(folder)
+    step = _steps_in(run.summary)
+    saved = [event["step"] for event in run.events if event["what"] == "checkpoint"]
+    last = max((row["step"] for row in run.steps), default=0)
+    planned = run.config["steps"]
+    every = run.config["checkpoint_every"] or planned
+    if saved or last >= planned or last > every:
+        step = max(step, last, *saved)
+    settings = {**run.config, "stop_after": 0}
+    return {"step": step, "settings": settings, "tokens": run.data_fingerprint}
+
+
+def _steps_in(summary: Mapping[str, Any] | None) -> int:
+    steps = (summary or {}).get("steps", 0)
+    return steps if isinstance(steps, int) else 0

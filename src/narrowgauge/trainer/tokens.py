@@ -11,7 +11,6 @@ changes. So no generator state is saved, and batch 7,000 needs none of those bef
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from narrowgauge.runs.places import new_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 END_OF_TEXT = "<|endoftext|>"
 _ADVICE = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
 
@@ -36,25 +34,19 @@ _ADVICE = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
 
 
 def read_texts(source: Path) -> Iterator[str]:
-    """Yield the documents of a text file, of a ``.jsonl`` file with ``text`` in each line, or of a
-    folder of such files, by name.
+    """Yield a text file, or the ``.txt`` files of a folder by name: a document each.
 
     Raises:
         DataError: a source or file that cannot be read, or is not UTF-8 text.
     """
-    files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
-    for file in sorted(files) or [source]:
+    files = sorted(source.rglob("*.txt"))
+    for file in files or [source]:
         try:
-            text = file.read_text(encoding="utf-8-sig")
-            if file.suffix != ".jsonl":
-                yield text
-                continue
-            for line in filter(None, text.split("\n")):  # a text may hold other ends of lines
-                yield json.loads(line)["text"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            yield file.read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"Cannot read the text in {file}: {type(error).__name__}: {error}.",
-                'Give UTF-8 text, or .jsonl with one object per line, such as {"text": "…"}.',
+                "Give a file of UTF-8 text, or a folder of .txt files.",
             ) from error
 
 
@@ -195,13 +187,25 @@ def open_tokens(folder: str | Path) -> Tokens:
     file = folder / "tokens.npy"
     try:
         ids = np.load(file, mmap_mode="r")
+        if ids.ndim != 1 or ids.dtype.kind not in "ui" or ids.min() < 0:
+            raise ValueError(f"{file.name} is not one row of whole numbers from 0 on")
         vocab_size = int(ids.max()) + 1
+        if (folder / "tokenizer.json").is_file():
+            vocab_size = _vocab_size(folder / "tokenizer.json", vocab_size)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"Cannot use the tokens in {folder}: {error}.", _ADVICE) from error
-    if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
     return Tokens(ids[:cut], ids[cut:], vocab_size, digest(file))
+
+
+def _vocab_size(file: Path, fewest: int) -> int:
+    """Return the size of a tokenizer's vocabulary, which must be ``fewest`` at least."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    size = tokenizer.get_vocab_size()
+    if size < fewest:  # numbers may have gaps
+        size = max(tokenizer.get_vocab().values()) + 1
+    if size < fewest:
+        raise ValueError(f"token {fewest - 1:,} is beyond its tokenizer, which has {size:,}")
+    return size
