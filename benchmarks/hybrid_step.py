@@ -42,6 +42,7 @@ from torch.profiler import profile
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
+from narrowgauge.planner.ask import Shares
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import cluster_of
@@ -213,15 +214,16 @@ def planned(sharding: int, tensor: int, length: int, units: Parts) -> Parts:
         link_gb_per_second=1e-9 / units["link"],
     )
     program = read_program("narrowgauge")
-    shares = {"attention": (1.0, 1.0), "hidden": 0.0}
-    for name in ("linear", "bandwidth", "link", "network"):
+    shares = {"hidden": 0.0, "float8": 1.0, "experts": 0.0}
+    for name in ("linear", "attention", "bandwidth", "link", "network"):
         shares[name] = 1.0
     layout = Layout(shard=sharding, tensor=tensor, micro_batch=4 // sharding)
     ask = MODEL, parse("float32/float32"), layout, cluster_of(chip, 4), length, program
-    job = Estimate(*ask, shares=shares)
+    rates = Shares(**shares)
+    job = Estimate(*ask, shares=rates)
     parts = {part: job.step.get(part, 0.0) for part in COMPUTING}  # the plan has no waiting
-    parts["FSDP2"] = exchanges_of_state(job, shares, 0.0).get("shard", 0.0)
-    sent = exchanges_of_batch(job, shares, 0.0).get("tensor", 0.0)
+    parts["FSDP2"] = exchanges_of_state(job, rates, 0.0).get("shard", 0.0)
+    sent = exchanges_of_batch(job, rates, 0.0).get("tensor", 0.0)
     parts["tensor parallel"] = sent / TENSOR_SHOWN
     return parts
 

@@ -47,7 +47,7 @@ def test_what_layers_keep_by_hand() -> None:
     """34 bytes per token and feature of a GPT's fused layer, of which two are dropout masks:
     Korthikanti et al., arXiv 2205.05198, equation 1; with a flash kernel, which saves no scores.
     """
-    gpt = estimate("kernels=fused", model="gpt3-175b", recipe="bfloat16/master")
+    gpt = estimate("kernels=compiled", model="gpt3-175b", recipe="bfloat16/master")
     assert layer_bytes(gpt) / 12_288 == pytest.approx(32, rel=0.15)
     kept = [
         estimate(layout=Layout(shard=8, micro_batch=8, recompute=how)).memory["activations"]

@@ -44,4 +44,4 @@ def test_values_that_no_question_has_are_refused(name: str) -> None:
 
 def test_a_program_is_read_with_its_fields() -> None:
     program = read_program("torchtitan, loss=chunked, release=true")
-    assert (program.gathers_bfloat16, program.loss, program.release) == (True, "chunked", True)
+    assert (program.text, program.loss, program.release) == ("torchtitan", "chunked", True)

@@ -5,16 +5,14 @@ Memory, time and every number of an answer are functions of an ask.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import Cluster
 from narrowgauge.planner.program import DEFAULT, EVERYTHING, Program, Tuning
-from narrowgauge.planner.shapes import Architecture
+from narrowgauge.planner.shapes import Architecture, parameters_of
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
@@ -22,18 +20,39 @@ from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
-_PLACES = ("first", "last", "layers", "experts")
-State = defaultdict[tuple[str, str], float]
-"""Numbers of the state of a model by place and kind."""
 FITTED: dict[str, Any] = load_data("fitted", "planner")
 """The numbers that no data sheet has, each with its meaning and its source in the file."""
 
 
-def shares_of(chip: Chip) -> dict[str, Any]:
-    """Return the fractions of a chip's printed rates that training reaches."""
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Hold the fractions of a chip's printed rates that training reaches (``data/fitted.toml``)."""
+
+    linear: float
+    float8: float
+    experts: float
+    attention: float
+    bandwidth: float
+    link: float
+    network: float
+    hidden: float
+
+
+@lru_cache
+def shares_of(chip: Chip) -> Shares:
+    """Return the shares of a chip."""
     starts = FITTED["linear"]
     architecture = next(start for start in starts if chip.architecture.startswith(start))
-    return {"linear": starts[architecture], **FITTED["shares"]}
+    return Shares(starts[architecture], **FITTED["shares"])
+
+
+class Parts(NamedTuple):
+    """Hold numbers of a model's state by place (:attr:`Architecture.weights`)."""
+
+    first: float
+    last: float
+    layers: float
+    experts: float
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Ask:
     program: Program = DEFAULT
     tuning: Tuning = EVERYTHING
     optimizer: str = "adamw"
-    shares: Mapping[str, Any] | None = None
+    shares: Shares | None = None
 
     @property
     def chip(self) -> Chip:
@@ -82,44 +101,36 @@ class Ask:
         """Count the tokens of a micro-batch on one rank."""
         return self.layout.micro_batch * self.sequence_length / self.layout.context
 
-    @property
-    def stream_ranks(self) -> int:
-        """Count the tensor ranks that share norms and residuals: all, but one before 2022
-        (Korthikanti et al., arXiv 2205.05198).
-        """
-        return 1 if self.program.saves_scores else self.layout.tensor
-
     @cached_property
     def weight_dtype(self) -> str:
-        """Return the dtype of an unsharded weight. FSDP's mixed precision gathers float32 shards in
-        the program's; autocast keeps float32.
+        """Return the dtype of an unsharded weight. FSDP2's mixed precision gathers float32 shards in
+        16 bits; autocast keeps float32.
         """
         visible = self.recipe.storage.visible
         is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
-        is_gathered = is_sharded and visible == "float32" and self.program.gathers_bfloat16
-        return "bfloat16" if is_gathered else visible
+        return "bfloat16" if is_sharded and visible == "float32" else visible
 
-    @property
+    @cached_property
     def stream_width(self) -> float:
         """Return the bytes of a number of the residual stream; float32 under autocast."""
         return bytes_per_number(self.weight_dtype)
 
-    @property
+    @cached_property
     def matmul_width(self) -> float:
         """Return the bytes of a number that matmuls and attention read and write; autocast's."""
         return min(self.stream_width, bytes_per_number(self.recipe.dtype))
 
     @cached_property
-    def state(self) -> State:
-        """Return the state of the model by place and kind, before it is divided among ranks."""
+    def state(self) -> dict[str, Parts]:
+        """Return the state of the model by kind and place, before it is divided among ranks."""
         return state_of(self.architecture, self.recipe.storage, self.optimizer, self.tuning)
 
     @property
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
-        return int(sum(self.state[place, "trained"] for place in _PLACES))
+        return int(sum(self.state["trained"]))
 
-    @property
+    @cached_property
     def trained_share(self) -> float:
         return min(1.0, self.trained_parameters / self.architecture.num_parameters)
 
@@ -128,13 +139,14 @@ class Ask:
         """Return the mean bytes of an unsharded weight in the layers, as its matmul reads it."""
         if not self.tuning.lora:
             return self.stream_width
-        frozen = self.state["layers", "frozen"] + self.state["experts", "frozen"]
-        return frozen / sum(matmul.num_parameters for matmul in self.architecture.layer_matmuls)
+        frozen = self.state["frozen"]
+        number = parameters_of(self.architecture.layer_matmuls)
+        return (frozen.layers + frozen.experts) / number
 
     def on_rank(self, kind: str, level: int = 4) -> float:
         """Return a kind of state on a rank, sharded from a ZeRO ``level`` on."""
         layout = self.layout
-        first, last, layers, experts = (self.state[place, kind] for place in _PLACES)
+        first, last, layers, experts = self.state[kind]
         rest = max(first, last) if layout.pipeline > 1 else first + last
         rest = (rest + layers / layout.pipeline) / layout.tensor
         experts /= layout.pipeline * layout.ranks_of_experts
@@ -146,31 +158,34 @@ class Ask:
 
 
 @lru_cache(maxsize=256)
-def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) -> State:
-    """Return the state of a model by place (:attr:`Architecture.weights`) and kind: the number of
-    trained parameters, the bytes of frozen ones and of optimizer states, and of states that every
-    rank holds whole.
+def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) -> dict[str, Parts]:
+    """Return the state of a model by kind and place: the number of trained parameters, the bytes of
+    frozen ones and of optimizer states, and of states that every rank holds whole.
 
     A rule for matrices leaves vectors, embedding and head to AdamW.
     """
-    state: State = defaultdict(float)
+    state: dict[str, dict[str, float]] = {}
+    for kind in ("trained", "frozen", "states", "whole"):
+        state[kind] = dict.fromkeys(Parts._fields, 0.0)
     trained = [("layers", adapter) for adapter in tuning.adapters(a)]
     for place, weights in a.weights.items():
         for weight in weights:
             frozen = tuning.frozen_bytes(weight)
-            state[place, "frozen"] += frozen * weight.num_parameters
+            state["frozen"][place] += frozen * weight.num_parameters
             if not frozen:
                 trained.append((place, weight))
+    widths: dict[str, float] = {}
+    for rule in {optimizer, "adamw"}:
+        stored = storage.keeping(UPDATE_RULES[rule].moments)
+        widths[rule] = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
     for place, weight in trained:
-        rule = UPDATE_RULES[optimizer]
-        if rule.is_matrix and weight.part in ("norms", "embeddings", "head"):
-            rule = UPDATE_RULES["adamw"]
-        stored = storage.keeping(rule.moments)
-        width = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
-        state[place, "trained"] += weight.num_parameters
-        state[place, "states"] += width * weight.num_parameters
-        if "rank" in rule.options:  # a basis and the moments of coordinates
+        rule = optimizer
+        if UPDATE_RULES[rule].is_matrix and weight.part in ("norms", "embeddings", "head"):
+            rule = "adamw"
+        state["trained"][place] += weight.num_parameters
+        state["states"][place] += widths[rule] * weight.num_parameters
+        if "rank" in UPDATE_RULES[rule].options:  # a basis and the moments of coordinates
             shorter, longer = sorted((weight.in_features, weight.out_features))
-            numbers = min(rule.options["rank"], shorter) * weight.count
-            state[place, "whole"] += 4 * numbers * (shorter + 2 * longer)
-    return state
+            numbers = min(UPDATE_RULES[rule].options["rank"], shorter) * weight.count
+            state["whole"][place] += 4 * numbers * (shorter + 2 * longer)
+    return {kind: Parts(**places) for kind, places in state.items()}

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
@@ -31,7 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Describe one way to run a model on many chips.
 
@@ -65,27 +66,27 @@ class Layout:
     accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name, value in vars(self).items():
             if name in _CHOICES:
-                require_choice(name, getattr(self, name), _CHOICES[name])
+                require_choice(name, value, _CHOICES[name])
             else:
-                require_number(name, getattr(self, name), 1, is_whole=True)
+                require_number(name, value, 1, is_whole=True)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return self.num_replicas * self.tensor * self.pipeline * self.context
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """Count the ranks that compute different sequences in parallel."""
         return self.data * self.shard
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         """Count the sequences of an optimizer step, over all ranks."""
         return self.num_replicas * self.micro_batch * self.micro_batches
 
-    @property
+    @cached_property
     def num_sharing(self) -> int:
         """Count the ranks that shard a replica's state under ZeRO: shard and context ranks.
 
@@ -94,7 +95,7 @@ class Layout:
         """
         return self.shard * self.context
 
-    @property
+    @cached_property
     def expert_tensor_ranks(self) -> int:
         """Count the ranks that shard each expert's matrices: all tensor ranks, or one if expert
         ranks need the tensor axis.
@@ -107,7 +108,7 @@ class Layout:
         """
         return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
 
-    @property
+    @cached_property
     def ranks_of_experts(self) -> int:
         """Count the ranks that divide the experts of a stage."""
         return self.expert * self.expert_tensor_ranks
@@ -142,6 +143,9 @@ class Layout:
         if self.accumulation_dtype != "float32":
             text += f", gradients summed in {self.accumulation_dtype}"
         return text
+
+
+FIELDS = tuple(field.name for field in fields(Layout))
 
 
 def suits(a: Architecture, layout: Layout, sequence_length: int) -> bool:
@@ -179,7 +183,7 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     named = ""
     if not isinstance(layout, Mapping):
         named, layout = read_fields(str(layout), "layout", NAMED_LAYOUTS)
-    refuse_unknown(layout, Layout.__slots__, "a layout", RecipeError)
+    refuse_unknown(layout, FIELDS, "a layout", RecipeError)
     values = {**NAMED_LAYOUTS.get(named, {}), **layout}
     Layout(**values)
     return values
@@ -191,14 +195,14 @@ def read_fields(text: str, noun: str, names: Iterable[str]) -> tuple[str, dict[s
     The name is empty without one.
     """
     named = ""
-    fields = []
+    assigned = []
     for word in filter(None, map(str.strip, text.split(","))):
         if "=" in word:
-            fields.append(word)
+            assigned.append(word)
         else:
             require_choice(noun, word, names)
             named = word
-    return named, read_values(fields)
+    return named, read_values(assigned)
 
 
 def read_values(words: Iterable[str]) -> dict[str, Any]:

@@ -10,8 +10,12 @@ arXiv 1910.02054, section 5 (state).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.program import LOGIT_BYTES
+from narrowgauge.planner.shapes import Architecture
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import bytes_per_number
 
 CONTEXT = 0.8e9
@@ -20,7 +24,6 @@ COMMUNICATION = 1.0e9
 FRAGMENTATION = 0.08
 """Fraction of all memory that changes during a step."""
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum gradients exactly
-_SCORE_BYTES = 5  # the softmax, the dropout mask and its result: Korthikanti et al.
 Groups = dict[str, float]
 """Bytes or seconds by group."""
 
@@ -94,15 +97,15 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     """Return activations, logits and gradients at the moment at which they are the most."""
     a = ask.architecture
     layout = ask.layout
-    stream = ask.stream_width * a.hidden_size / ask.stream_ranks
-    inner = ask.matmul_width * max(layers.wide_size for layers in a.layers) / layout.tensor
+    stream = ask.stream_width * a.hidden_size / layout.tensor
+    inner = ask.matmul_width * a.widest / layout.tensor
     layer = layer_bytes(ask)
-    saved = _kept_bytes(ask, stream)
+    saved = _kept_bytes(ask, layer, stream)
     again = 0.0 if layout.recompute == "none" else layer
     logits = 0.0
     if layout.pipeline <= 2:  # in a longer pipeline the first stage holds more
         logits = a.vocab_size * LOGIT_BYTES[ask.program.loss] / layout.tensor
-        logits += 4 * a.hidden_size / ask.stream_ranks + 2 * stream
+        logits += 4 * a.hidden_size / layout.tensor + 2 * stream
     is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
     early = 0.0 if is_late else gradients
     moments = (
@@ -121,7 +124,7 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     }
 
 
-def _kept_bytes(ask: Ask, stream: float) -> float:
+def _kept_bytes(ask: Ask, layer: float, stream: float) -> float:
     """Return the bytes of a token that all layers in flight keep until their backward pass.
 
     Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473,
@@ -132,25 +135,30 @@ def _kept_bytes(ask: Ask, stream: float) -> float:
     batches = min(layout.pipeline, layout.micro_batches) / layout.pipeline
     if layout.interleave > 1:
         batches *= 1 + (layout.pipeline - 1) / layout.pipeline / layout.interleave
-    saved = layer_bytes(ask, is_cheap_repeated=layout.recompute == "selective")
+    saved = layer
     if layout.recompute == "full":
         saved = stream
-    elif layout.recompute == "selective" and ask.program.kernels != "fused":
-        outputs = sum(m.flops_per_token / 2 / m.in_features for m in a.layer_matmuls)
-        numbers = a.num_heads * a.value_dim + outputs / 2 / a.num_layers
+    elif layout.recompute == "selective":
+        numbers = a.num_heads * a.value_dim + a.mean_outputs / 2
         saved = stream + ask.matmul_width * numbers / layout.tensor
     return saved * batches * a.num_layers
 
 
-def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
-    """Return the bytes that a mean layer keeps of a token on a rank: of norms, inputs of matmuls,
-    attention, and the MLP or the chosen experts; without norms and gates if these are repeated.
-    """
-    a = ask.architecture
+def layer_bytes(ask: Ask) -> float:
+    """Return the bytes that a mean layer keeps of a token on a rank."""
     is_eager = ask.program.kernels == "eager"
-    stream = ask.stream_width
-    width = ask.matmul_width
-    compute = ask.recipe.compute
+    widths = ask.stream_width, ask.matmul_width
+    return _layer_bytes(ask.architecture, ask.recipe.compute, *widths, is_eager) / ask.layout.tensor
+
+
+@lru_cache(maxsize=256)
+def _layer_bytes(
+    a: Architecture, compute: Compute, stream: float, width: float, is_eager: bool
+) -> float:
+    """Return the bytes that a mean layer keeps of a token: of norms, inputs of matmuls, attention,
+    and the MLP or the chosen experts. A number of the stream has ``stream`` bytes, of a matmul
+    ``width``.
+    """
     codes = compute.kept_bytes if compute.keeps_codes else width
     # Each matmul under autocast keeps its own cast.
     inputs = a.hidden_size * codes * (3 if stream > width else 1)
@@ -158,18 +166,13 @@ def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
     queries = a.num_heads * a.query_dim
     keys = 2 * queries if a.is_latent else 2 * a.num_kv_heads * a.value_dim
     attention = width * (queries + keys + a.num_heads * a.value_dim)
-    down = codes
-    if is_cheap_repeated:
-        norms = down = 0.0
-    elif ask.program.saves_scores:
-        attention += _SCORE_BYTES * a.num_heads * ask.sequence_length
     total = 0.0
     for layers in a.layers:
         gates = 5 * layers.inner_size - layers.wide_size if is_eager else layers.wide_size
-        rest = (layers.mixer_width + gates) * width + down * layers.inner_size
+        rest = (layers.mixer_width + gates) * width + codes * layers.inner_size
         if layers.has_attention:
             rest += attention
         of_stream = norms + inputs * (1 + (layers.inner_size > 0))
         of_stream += 2 * layers.chosen * a.hidden_size * width
-        total += (of_stream / ask.stream_ranks + rest / ask.layout.tensor) * layers.count
+        total += (of_stream + rest) * layers.count
     return total / a.num_layers

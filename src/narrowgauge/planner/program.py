@@ -23,15 +23,15 @@ FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256
 NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA, arXiv 2305.14314,
 section 3).
 """
-LOGIT_BYTES = {"whole": 14.0, "compiled": 4.0, "chunked": 14 / 8}
+LOGIT_BYTES = {"whole": 14.0, "compiled": 4.0, "fused": 4.0, "chunked": 14 / 8}
 """Bytes of a logit at the peak of the loss.
 
-A compiled loss keeps the logits and their gradient in 16 bits. An eager loss also has float32
-logits, their log-softmax and its gradient. A chunked one has an eighth of these, torchtitan's
-default.
+A compiled loss, or one fused kernel (Liger), keeps the logits and their gradient in 16 bits. An
+eager loss also has float32 logits, their log-softmax and its gradient. A chunked one has an eighth
+of these, torchtitan's default.
 """
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "kernels": ("eager", "compiled", "fused"),
+    "kernels": ("eager", "compiled"),
     "loss": tuple(LOGIT_BYTES),
     "release": (False, True),
     "offload": (False, True),
@@ -46,11 +46,8 @@ class Program:
     Args:
         factor: speed of the step over that of a compiled PyTorch loop on the same chip.
         mixture_seconds: wait of a mixture's layer for its router and launches, forward or backward.
-        kernels: of layers: one operation after the other, compiled by layer, or fused by hand.
-        loss: over all logits in eager operations, over all logits compiled, or in chunks.
-        saves_scores: attention of 2021, which computes the whole square and keeps its softmax; norms lie
-            on every tensor rank.
-        gathers_bfloat16: FSDP gathers float32 shards so; else they stay float32 under autocast.
+        kernels: of layers: one operation after the other, or compiled by layer or fused by hand.
+        loss: over all logits in eager operations, compiled or fused, or in chunks.
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters
             the frozen weights too.
@@ -64,8 +61,6 @@ class Program:
     mixture_seconds: float = 3e-3
     kernels: str = "compiled"
     loss: str = "compiled"
-    saves_scores: bool = False
-    gathers_bfloat16: bool = False
     release: bool = False
     offload: bool = False
     layout: str = ""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout, suits
+from narrowgauge.planner.machine import Cluster
+from narrowgauge.planner.shapes import Architecture
 
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
@@ -48,10 +51,8 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
     if ask.program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
     num_sequences = max(1, round(tokens_per_step / ask.sequence_length))
-    tried = []
-    for shape in _shapes(ask, fixed):
-        for layout in _batches(ask, shape, num_sequences, fixed):
-            tried.append(replace(ask, layout=layout))
+    question = ask.architecture, ask.cluster, ask.sequence_length, num_sequences
+    tried = [replace(ask, layout=layout) for layout in _layouts(*question, tuple(fixed.items()))]
     if not tried:
         raise RecipeError(
             f"no layout with {fixed or 'any field'} suits: it does not divide {ask.architecture.name} "
@@ -81,12 +82,23 @@ def _product(fixed: Fixed, **axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     return product(*((fixed[name],) if name in fixed else axes[name] for name in axes))
 
 
-def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
+@lru_cache(maxsize=64)
+def _layouts(
+    a: Architecture, cluster: Cluster, length: int, num_sequences: int, values: tuple[Any, ...]
+) -> list[Layout]:
+    """Return all layouts to try, with these values of fixed fields: the same for each recipe."""
+    fixed = dict(values)
+    layouts: list[Layout] = []
+    for shape in _shapes(a, cluster, length, fixed):
+        layouts += _batches(shape, length, num_sequences, fixed)
+    return layouts
+
+
+def _shapes(a: Architecture, cluster: Cluster, length: int, fixed: Fixed) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes that suit the model, with one sequence at a time."""
-    a = ask.architecture
-    chips = ask.cluster.chips
-    node = ask.cluster.chips_per_node
-    longest = min(_MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
+    chips = cluster.chips
+    node = cluster.chips_per_node
+    longest = min(_MOST_CONTEXT, max(1, length // LEAST_PART))
     for tensor, pipeline, context in _product(
         fixed,
         tensor=[number for number in (1, 2, 4, 8) if number <= node],
@@ -110,7 +122,7 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
                 sizes = data, shard, fixed.get("zero", zero), tensor, pipeline, depth, context
                 dtype = fixed.get("accumulation_dtype", "float32")
                 shape = Layout(*sizes, expert, accumulation_dtype=dtype)
-                if suits(a, shape, ask.sequence_length):
+                if suits(a, shape, length):
                     yield shape
 
 
@@ -135,10 +147,10 @@ def _depth(layers: int, pipeline: int) -> int:
     return max(depth for depth in range(1, _MOST_GROUPS + 1) if per_stage % depth == 0)
 
 
-def _batches(ask: Estimate, shape: Layout, num_sequences: int, fixed: Fixed) -> Iterator[Layout]:
+def _batches(shape: Layout, length: int, num_sequences: int, fixed: Fixed) -> Iterator[Layout]:
     """Yield a shape with every size of a micro-batch."""
     per_replica = max(1, round(num_sequences / shape.num_replicas))
-    most = min(per_replica, max(8, _MOST_TOKENS_AT_ONCE // ask.sequence_length))
+    most = min(per_replica, max(8, _MOST_TOKENS_AT_ONCE // length))
     sizes = [size for size in _MICRO_BATCHES if size <= most and per_replica % size == 0]
     recomputes = "none", "selective", "full"
     for size, recompute in _product(fixed, micro_batch=sizes, recompute=recomputes):

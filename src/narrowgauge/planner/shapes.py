@@ -198,6 +198,17 @@ class Architecture:
         return largest
 
     @cached_property
+    def widest(self) -> float:
+        """Return the most outputs of the matmuls that begin an MLP, or a token's experts."""
+        return max(layers.wide_size for layers in self.layers)
+
+    @cached_property
+    def mean_outputs(self) -> float:
+        """Count the outputs of the matmuls of a mean layer."""
+        outputs = sum(matmul.met * matmul.out_features for matmul in self.layer_matmuls)
+        return outputs / self.num_layers
+
+    @cached_property
     def num_layers(self) -> int:
         return sum(layers.count for layers in self.layers)
 

@@ -10,33 +10,28 @@ Source: Narayanan et al., arXiv 2104.04473 (schedules); Korthikanti et al., arXi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
 
-from narrowgauge.planner.ask import Ask, shares_of
+from narrowgauge.planner.ask import Ask, Shares, shares_of
 from narrowgauge.planner.memory import Groups
+from narrowgauge.planner.program import Tuning
+from narrowgauge.planner.shapes import Architecture
+from narrowgauge.spec.formats import bytes_per_number
 
-Shares = Mapping[str, Any]
 _AGAIN = {"none": 0.0, "selective": 0.3, "full": 1.0}
-_CHEAP_AGAIN = 0.1  # norms and gates, which fused kernels repeat
-EAGER_BYTES = 2.2
-"""Bytes of eager elementwise operations over those of compiled layers: torchtitan's 8B on 8 and 128
-H100, eager and compiled.
-"""
 _ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: a flash kernel computes the scores again
 _STREAMS = 22  # tensors of the stream that a layer moves: norms 10, residuals 4, rotary 8
 _DISPATCHED = 8  # more for each expert of a token: sort and restore, in both directions
-_LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}  # that a loss reads and writes
+_LOGIT_BYTES = {
+    "whole": 38,
+    "compiled": 12,
+    "fused": 12,
+    "chunked": 38,
+}  # that a loss reads and writes
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
-_EXPERT_SHOWN = 0.8
-_INTERLEAVED_SHOWN = 0.2
-"""Fractions of the exchange of tokens between experts that computing does not hide: of mixtures in
-view, the second with interleaved stages.
-"""
+_EXPERT_SHOWN = 0.3  # of the exchange of tokens between experts: mixtures in view
 TENSOR_SHOWN = 0.6
 """Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
 parallelism hides a part.
@@ -48,8 +43,6 @@ def step_of(ask: Ask) -> Groups:
     layout = ask.layout
     shares = ask.shares or shares_of(ask.chip)
     again = _AGAIN[layout.recompute]
-    if layout.recompute == "selective" and ask.program.kernels == "fused":
-        again = _CHEAP_AGAIN
     groups = _computing(ask, shares, again)
     computed = layout.micro_batches * sum(groups.values())
     groups["communication"] = sum(exchanges_of_batch(ask, shares, again).values())
@@ -71,34 +64,18 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
     program = ask.program
     compute = ask.recipe.compute
     format = ask.chip.rate_format(compute.output.left.format)
-    narrow = 1.0
-    if not compute.is_wide and format in ask.chip.peak_tflops:
-        narrow = shares["float8"]
-    work = 0.0  # a token's operations, as if all were as fast as large matmuls in 16 bits
-    for matmul in a.matmuls:
-        passes = 2.0 if ask.tuning.frozen_bytes(matmul) else 3.0
-        speed = 1.0
-        if matmul.part != "head":
-            passes += again
-            speed = narrow
-        if matmul.is_expert:
-            size = min(matmul.in_features, matmul.out_features)
-            speed *= size / (size + shares["experts"])
-        work += matmul.flops_per_token * passes / speed
-    if ask.tuning.lora:
-        work *= shares["adapters"]
+    is_narrow = not compute.is_wide and format in ask.chip.peak_tflops
+    once, repeated = _work_of(a, ask.tuning, shares, is_narrow)
     flops = a.attention_flops(ask.sequence_length) / 3
-    flops *= (_ATTENTION_PASSES + again) * (1 + program.saves_scores)  # of the whole square
-    # Attention reaches more of the peak over longer sequences of a rank, by their logarithm.
-    short, long = shares["attention"]
-    doublings = math.log2(max(1.0, ask.sequence_length / ask.layout.context / 32_768))
-    share = short * math.pow(long / short, min(1.0, doublings / 2))
+    flops *= _ATTENTION_PASSES + again
     peak = ask.chip.peak_flops * program.factor
-    bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares["bandwidth"]
+    bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares.bandwidth
     seconds = {
-        "matmuls": work / peak / shares["linear"],
-        "attention": flops / peak / share,
-        "elementwise": _moved_bytes(ask) * (1 + again / 3) / bandwidth,
+        "matmuls": (once + again * repeated) / peak / shares.linear,
+        "attention": flops / peak / shares.attention,
+        "elementwise": _moved_bytes(a, ask.stream_width, ask.matmul_width)
+        * (1 + again / 3)
+        / bandwidth,
         "loss": a.vocab_size * _LOGIT_BYTES[program.loss] / bandwidth,
     }
     for name in seconds:
@@ -108,14 +85,35 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
     return {**seconds, "gaps": waits}
 
 
-def _moved_bytes(ask: Ask) -> float:
+@lru_cache(maxsize=256)
+def _work_of(
+    a: Architecture, tuning: Tuning, shares: Shares, is_narrow: bool
+) -> tuple[float, float]:
+    """Return the operations of a token, as if all were as fast as large matmuls in 16 bits: of
+    forward and backward, and of the layers' forward.
+    """
+    once = repeated = 0.0
+    for matmul in a.matmuls:
+        work = matmul.flops_per_token
+        if matmul.is_expert:
+            size = min(matmul.in_features, matmul.out_features)
+            work *= 1 + shares.experts / size
+        if matmul.part != "head":
+            work /= shares.float8 if is_narrow else 1.0
+            repeated += work
+        once += work * (2 if tuning.frozen_bytes(matmul) else 3)
+    return once, repeated
+
+
+@lru_cache(maxsize=256)
+def _moved_bytes(a: Architecture, stream_width: float, matmul_width: float) -> float:
     """Return the bytes of a token that norms, residuals, gates and sorting move in all layers."""
     moved = 0.0
-    for layers in ask.architecture.layers:
+    for layers in a.layers:
         streams = _STREAMS + _DISPATCHED * layers.chosen
-        stream = streams * ask.architecture.hidden_size * ask.stream_width
-        moved += layers.count * (stream + 8 * layers.inner_size * ask.matmul_width)
-    return moved * (EAGER_BYTES if ask.program.kernels == "eager" else 1.0)
+        stream = streams * a.hidden_size * stream_width
+        moved += layers.count * (stream + 8 * layers.inner_size * matmul_width)
+    return moved
 
 
 def _sending(ask: Ask, shares: Shares, sent: float, ranks: int, stride: int = 1) -> float:
@@ -126,36 +124,32 @@ def _sending(ask: Ask, shares: Shares, sent: float, ranks: int, stride: int = 1)
     if ranks == 1:
         return 0.0
     if ranks * stride <= cluster.chips_per_node:
-        rate = shares["link"] * cluster.link_bytes_per_second(ranks, stride)
+        rate = shares.link * cluster.link_bytes_per_second(ranks, stride)
     else:
         cards = min(ranks, max(1, cluster.chips_per_node // stride))
-        rate = shares["network"] * cluster.network_bytes_per_second * cards
+        rate = shares.network * cluster.network_bytes_per_second * cards
     return sent / float(rate)
 
 
 def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
-    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks, stages
-    and experts.
+    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks and
+    experts.
     """
     a = ask.architecture
     layout = ask.layout
     tensor = layout.tensor
-    stages = layout.pipeline
-    token = ask.tokens / stages * ask.matmul_width
+    token = ask.tokens / layout.pipeline * ask.matmul_width
     stream = (4 + 2 * again) * token * a.hidden_size
     of_tensor = a.num_layers * 2 * stream * (1 - 1 / tensor)
     heads = a.num_kv_heads * (a.query_dim + a.value_dim) / tensor
     of_context = a.num_layers * (3 + again) * token * heads * (layout.context - 1)
-    of_stages = 2 * layout.interleave * token * stages * a.hidden_size / tensor
     copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
     of_experts = a.num_mixture_layers * stream * copies
-    shown = _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN
     send = partial(_sending, ask, shares)
     return {
         "tensor": TENSOR_SHOWN * send(of_tensor, tensor),
         "context": send(of_context, layout.context, tensor),
-        "pipeline": send(of_stages, min(2, stages), layout.num_ranks // stages),
-        "expert": shown
+        "expert": _EXPERT_SHOWN
         * send(of_experts, layout.expert, layout.context * layout.expert_tensor_ranks),
     }
 
@@ -175,7 +169,7 @@ def exchanges_of_state(ask: Ask, shares: Shares, computing: float) -> Groups:
     gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
     sent = number * (gathers * ask.weight_bytes + sums * summed)
     seconds = _sending(ask, shares, sent, sharing, layout.tensor)
-    shown = {"shard": seconds - min(seconds, computing) * shares["hidden"]}
+    shown = {"shard": seconds - min(seconds, computing) * shares.hidden}
     if layout.data > 1:
         reduced = _sending(ask, shares, 2 * number * summed / sharing, layout.num_ranks)
         shown["data"] = _ALL_REDUCE_SHOWN * reduced
@@ -188,5 +182,6 @@ def _update(ask: Ask, shares: Shares) -> float:
     if ask.program.offload:
         to_host = 4 * ask.layout.micro_batches / (1e9 * ask.chip.host_gb_per_second)
         return number * (to_host + ask.cluster.chips_per_node / _HOST_UPDATES)
-    bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares["bandwidth"]
-    return float(number * 2 * ask.storage.bytes_per_param / bandwidth)
+    bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares.bandwidth
+    weights = 2 * bytes_per_number(ask.recipe.storage.visible)  # and gradients
+    return 2 * (weights * number + ask.on_rank("states", 1)) / bandwidth
