@@ -80,12 +80,8 @@ def reference() -> str:
 
 def metrics() -> str:
     """Return every metric in a row of ``gauges.jsonl``."""
-    rows = [
-        {"table": table, "metric": metric.name, "help": metric.help}
-        for table, metrics in schema.METRICS.items()
-        for metric in metrics.values()
-    ]
-    shown = {"table": "table", "metric": "metric", "what it is": "help"}
+    rows = [{"metric": metric.name, "help": metric.help} for metric in schema.CASTS.values()]
+    shown = {"metric": "metric", "what it is": "help"}
     return markdown_of(Table(rows, shown))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.metrics import UPDATE_SUMS, change_terms
-from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.runs.schema import CASTS, Row
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -136,10 +136,10 @@ def peak_bytes(call: Callable[[], object]) -> int:
     )
 
 
-def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
+def metric_of(row: Row, name: str, metric: str) -> float | None:
     """One metric of a tensor in a row of ``gauges.jsonl``; ``None`` if it is missing."""
-    values = row.get(table, {}).get(name)
-    place = list(METRICS[table]).index(metric)
+    values = row.get("tensors", {}).get(name)
+    place = list(CASTS).index(metric)
     return values[place] if values is not None and place < len(values) else None
 
 

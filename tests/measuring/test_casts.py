@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 import narrowgauge as ng
@@ -60,11 +55,11 @@ def test_readings_are_those_of_the_tensors_of_training() -> None:
     (row,) = rows
     assert row["step"] == 1
     outlier = float(x.float().abs().max() / x.float().square().mean().sqrt())
-    assert metric_of(row, "tensors", "input:0", "outlier") == pytest.approx(outlier, rel=1e-4)
+    assert metric_of(row, "input:0", "outlier") == pytest.approx(outlier, rel=1e-4)
     # By row e4m3 has 31.5 dB for normal values.
     for name in ("input:0", "output_grad:0"):
-        assert 28 < (metric_of(row, "tensors", name, "sqnr_db") or 0) < 36
-        assert metric_of(row, "tensors", name, "overflow") == 0
+        assert 28 < (metric_of(row, name, "sqnr_db") or 0) < 36
+        assert metric_of(row, name, "overflow") == 0
 
 
 def test_a_loop_that_goes_on_samples_at_the_same_steps_until_the_end() -> None:
@@ -93,40 +88,4 @@ def test_experts_are_read_by_the_names_of_their_weights() -> None:
     optimizer.step()
     for name in (f"{experts}.gate_up_proj", f"{experts}.down_proj"):
         for kind in ("input", "output_grad"):
-            assert 25 < (metric_of(rows[0], "tensors", f"{kind}:{name}", "sqnr_db") or 0) < 55
-
-
-# ── attention ─────────────────────────────────────────────────────────────────────────────────────
-
-
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "norms after projections": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_bound_of_attention_is_the_product_of_the_largest_norms(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]().train()
-    operands = list[Tensor]()
-    kernel = F.scaled_dot_product_attention
-
-    def recording_kernel(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
-        operands.extend([query, key])
-        return kernel(query, key, *args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recording_kernel)
-    _, optimizer, rows = attached(model)
-    output = model(input_ids=torch.arange(2 * LENGTH).reshape(2, LENGTH))
-    output.logits.square().sum().backward()
-    optimizer.step()
-    query, key = (x.detach().float() for x in operands)
-    largest = [float(x.norm(dim=-1).max()) for x in (query, key)]
-    ((bound,),) = rows[0]["attention"].values()
-    assert bound == pytest.approx(largest[0] * largest[1] * 8**-0.5, rel=1e-3)
-    repeated = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    logits = query @ repeated.transpose(-1, -2) * 8**-0.5
-    assert float(logits.abs().max()) <= bound * 1.001
+            assert 25 < (metric_of(rows[0], f"{kind}:{name}", "sqnr_db") or 0) < 55

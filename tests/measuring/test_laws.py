@@ -21,16 +21,12 @@ from narrowgauge.measuring.step import Step
 LAYER = "input:model.layers.1.mlp.down_proj"
 
 
-def sampled(table: str = "tensors", **wrong: Any) -> list[Step]:
+def sampled(**wrong: Any) -> list[Step]:
     """Samples, 20 steps apart, that are healthy before step 400, and wrong from it on."""
     steps = []
     for step in range(20, 601, 20):
         healthy = {"underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0}
-        if table == "attention":
-            healthy = {"max_logit": 12.0}
-        steps.append(
-            Step(step, gauges={table: {LAYER: {**healthy, **(wrong if step >= 400 else {})}}})
-        )
+        steps.append(Step(step, casts={LAYER: {**healthy, **(wrong if step >= 400 else {})}}))
     return steps
 
 
@@ -57,7 +53,6 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "stored-share": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
     "cast-range at zero": (sampled(underflow=0.3, sqnr_db=4.0), f"{LAYER}, underflow", 400),
     "cast-range": (sampled(overflow=0.02, sqnr_db=2.0), f"{LAYER}, overflow", 400),
-    "attention-logits": (sampled("attention", max_logit=2e4), f"{LAYER}, max_logit", 400),
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
     "not-restored": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "loss scale", 400),
@@ -67,14 +62,13 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "clip-norm of a power of two": (stepped(after(400, arrived=2.0**-12, limit=1.0)), "", 400),
     "ranks-apart in gradients": (stepped(after(400, unsummed=["a"], apart=["b"])), "a", 400),
     "ranks-apart": (stepped(after(400, apart=["a"])), "a", 400),
-    "weights-jump": (stepped(lambda s: {"largest": 2.0 if s == 400 else 1e-4, "rate": 1e-4, "largest_in": "a"}), "a", 400),
+    "weights-jump": (stepped(lambda s: {"largest": 2.0 if s == 400 else 1e-4, "lr": 1e-4, "largest_in": "a"}), "a", 400),
     "spike": (stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "", 400),
-    "spike of a norm": (stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "", 400),
     "slower-steps": (stepped(lambda s: SLOW if s >= 400 else {"tokens_per_second": 1000.0, "seconds": 1.0}), "", 400),
     "idle-device": (stepped(lambda s: {"utilization": 40.0}), "", 1),
 }  # fmt: skip
 """By kind and case: the steps, and the tensor and the step of the first reading."""
-STAGE_OF = {"nonfinite": "loss", "ranks-apart": "optimizer step", "spike of a norm": "gradient"}
+STAGE_OF = {"nonfinite": "loss", "ranks-apart": "optimizer step"}
 """The stage of a case, where it is not its kind's."""
 
 
@@ -135,7 +129,9 @@ def test_a_count_over_the_run_speaks_at_every_share(
         assert readings == []
         return
     (reading,) = readings
-    severity = "error" if percent == 100 and not tensor else "note"
+    severity = "note"
+    if percent > 90:
+        severity = "error" if percent == 100 and not tensor else "warning"
     assert (reading.what, reading.tensor, reading.severity) == (kind, tensor, severity)
     assert reading.value == pytest.approx(percent / 100) and f"{percent}.0%" in reading.text
 
@@ -148,7 +144,7 @@ def test_a_healthy_run_is_silent() -> None:
         norm = 0.5 * math.exp(0.3 * noise.gauss(0, 1))
         stored = {"a": 1 + 0.1 * noise.gauss(0, 1)}
         largest = 1e-4 * noise.random()
-        numbers: Row = {"loss": loss, "grad_norm": norm, "arrived": norm, "rate": 1e-4}
+        numbers: Row = {"loss": loss, "grad_norm": norm, "arrived": norm, "lr": 1e-4}
         steps.append(Step(step, skipped=False, stored=stored, largest=largest, **numbers))
     assert told(steps) == []
 
@@ -214,48 +210,35 @@ def test_slow_steps_are_told_as_they_last() -> None:
 @pytest.mark.parametrize("lasts", [1, 40])
 def test_a_jump_is_told_whenever_it_begins(first: int, lasts: int) -> None:
     sizes = [2.0 if first <= step < first + lasts else 1e-4 for step in range(1, 61)]
-    steps = [Step(step, largest=x, rate=1e-4) for step, x in enumerate(sizes, 1)]
+    steps = [Step(step, largest=x, lr=1e-4) for step, x in enumerate(sizes, 1)]
     readings = told(steps)
     is_told = first > 1 or lasts == 1  # else it is the usual step
     assert [(r.what, r.step) for r in readings] == [("weights-jump", first)] * is_told
 
 
 BLOOM = (
-    (31214, 2.198845, 0.242, []), (31215, 2.220424, 0.947, []), (31216, 2.595213, 2.390, ["loss", "gradient"]),
-    (31217, 2.241558, 15.886, ["gradient"]), (31218, 2.345279, 145.119, ["gradient"]),
-    (31219, 5.098124, 960.351, ["loss", "gradient"]), (31220, 3.492029, 353.201, ["loss", "gradient"]),
-    (31221, 3.213059, 379.330, ["loss", "gradient"]), (31222, 2.804948, 650.246, ["loss", "gradient"]),
-    (31250, 2.215699, 0.267, []), (31251, 2.235667, 0.205, []),
+    (31214, 2.198845, False), (31215, 2.220424, False), (31216, 2.595213, True), (31217, 2.241558, False),
+    (31218, 2.345279, False), (31219, 5.098124, True), (31220, 3.492029, True), (31221, 3.213059, True),
+    (31222, 2.804948, True), (31250, 2.215699, False), (31251, 2.235667, False),
 )  # fmt: skip
-"""The first loss spike of BLOOM-176B as it was logged: iteration, loss, gradient norm
-(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12), and the spikes of each step."""
-
-
-def spikes(laws: Laws, step: Step) -> list[str]:
-    return [reading.stage for reading in laws.read(step) if reading.what == "spike"]
+"""The first loss spike of BLOOM-176B as it was logged: iteration and loss (bigscience-workshop/bigscience,
+train/tr11-176B-ml/chronicles.md, 2022-04-12), and whether it is a spike."""
 
 
 def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_end_too() -> None:
     noise = random.Random(0)
     laws = Laws()
     for step in range(200):
-        norm = 0.2 * math.exp(noise.gauss(0, 0.15))
-        assert not spikes(laws, Step(step, loss=2.21 + noise.gauss(0, 0.015), grad_norm=norm))
-    for step, loss, norm, expected in BLOOM:
-        assert spikes(laws, Step(step, loss=loss, grad_norm=norm)) == expected, step
-
-
-def test_a_spike_of_the_norm_does_not_hide_that_of_the_loss() -> None:
-    rows = {399: {"grad_norm": 60.0}, 400: {"loss": 5.0}}
-    spiked = told(stepped(lambda s: rows.get(s, {})))
-    assert [(r.step, r.stage) for r in spiked] == [(399, "gradient"), (400, "loss")]
+        assert not laws.read(Step(step, loss=2.21 + noise.gauss(0, 0.015)))
+    for step, loss, is_spike in BLOOM:
+        assert len(laws.read(Step(step, loss=loss))) == is_spike, step
 
 
 def test_rows_with_holes_are_normal() -> None:
     steps = [Step.of({"step": 1, "loss": "low", "grad_norm": 0.0, "stored": [], "bad": None})]
     for tables in (
-        {"tensors": None, "attention": {}},
-        {"tensors": {"grad:w": []}, "attention": {"a": [None, None]}},
+        {"tensors": None},
+        {"tensors": {"grad:w": []}},
         {"unheard-of": {"w": [math.nan]}},
     ):
         steps.append(Step.of_gauges({"step": 1, **tables}))

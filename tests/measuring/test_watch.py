@@ -20,6 +20,7 @@ from measuring.watched import Watched
 from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.samples import take
+from narrowgauge.measuring.step import reads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::narrowgauge.measuring.hooks.RunNotice"),
@@ -156,7 +157,7 @@ def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch: pytest.Mo
         yield
         raise ValueError("no ink")
 
-    monkeypatch.setattr(laws, "LAWS", (broken,))
+    monkeypatch.setattr(laws, "RULES", (reads("loss")(broken),))
     loop = Watched()
     loop.watcher.laws._say = messages.append
     loop.train(3)

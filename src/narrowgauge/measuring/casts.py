@@ -1,19 +1,12 @@
-"""What the casts of low-precision layers lose, and a bound of attention's logits, on sampled steps of a
-recorded loop.
+"""What the casts of low-precision layers lose, on sampled steps of a recorded loop.
 
 Hooks read only tensors that are in memory anyway: inputs of linear layers and the gradients of their
-outputs; queries and keys. So a watched run has the same bits. A sampled step is a row of
-``gauges.jsonl``. Layers inside code that the user compiled are not seen.
-
-A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings
-keep norms. Attention modules are known by the name of their class. Not seen are modules that do not
-state the width of a head (``head_dim``), those with one projection for queries, keys and values, and
-those that never call their projections, such as ``nn.MultiheadAttention``.
+outputs. So a watched run has the same bits. A sampled step is a row of ``gauges.jsonl``. Layers inside
+code that the user compiled are not seen.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -37,10 +30,6 @@ SAMPLE = 1 << 13
 """Values copied from each tensor: whole rows, evenly spaced."""
 _SLOTS = {"input": "output.left", "output_grad": "grad_input.left"}
 """The slot whose cast is measured, for each kind of tensor."""
-_PAIRS = (("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"))
-"""Modules that give queries and keys, by the names that libraries use: what comes last in the forward
-pass first.
-"""
 
 
 class Gauges(Listener):
@@ -49,8 +38,7 @@ class Gauges(Listener):
     On several ranks, all of them make all calls. Samples are of each rank's own batch.
 
     Args:
-        hub: of the loop. The low-precision layers and experts of its model, and queries and keys of
-            modules whose class name contains "Attention" are watched.
+        hub: of the loop. The low-precision layers and experts of its model are watched.
         optimizer: whose steps are counted.
         every: number of steps between samples; 0 for none.
         on_row: called with each row of ``gauges.jsonl``.
@@ -77,17 +65,11 @@ class Gauges(Listener):
         self._hub = hub
         self._on_row = on_row
         self._row: Row = {}
-        self._norms: dict[str, list[float]] = {}
         self._undo = ExitStack()
         self.layers: dict[str, Any] = {}
         for name, layer in NarrowLayers(hub.model).layers.items():
             self.layers[plain_name(name)] = layer
             self._hook(layer, partial(self._see_layer, plain_name(name)))
-        for name, module in hub.model.named_modules():
-            parts, width, scale = heads_of(module)
-            for part, projection in enumerate(parts):
-                see = partial(self._see_heads, plain_name(name), width, scale, part)
-                self._hook(projection, see)
         hub.listeners.append(self)
 
     def end(self) -> None:
@@ -111,15 +93,6 @@ class Gauges(Listener):
         if isinstance(output, Tensor) and output.requires_grad:
             see = partial(self._hub.guard, self, self._record, "output_grad", name)
             output.register_hook(see)
-
-    def _see_heads(
-        self, name: str, width: int, scale: float, part: int, args: Any, output: Any
-    ) -> None:
-        """Record the bound of the logits of an attention, after its queries and its keys."""
-        norms = self._norms.setdefault(name, [math.nan, math.nan])
-        vectors = output.detach().float().unflatten(-1, (-1, width))
-        norms[part] = float(vectors.norm(dim=-1).amax())
-        self._row.setdefault("attention", {})[name] = [scale * norms[0] * norms[1]]
 
     @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
@@ -175,20 +148,3 @@ def _losses(x: Tensor, cast: Cast) -> list[float]:
     loss = metrics.cast_loss(metrics.cast_sums(sample, cast, amax=scale).sum(0))
     outlier = float(sample.abs().amax() / sample.square().mean().sqrt())
     return [loss.underflow, loss.overflow, loss.sqnr_db, outlier]
-
-
-# ── attention ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def heads_of(module: Any) -> tuple[list[nn.Module], int, float]:
-    """Return the modules that give the queries and keys of an attention, the width of a head and the
-    factor of the logits; no modules if it is not attention or does not say.
-    """
-    width = getattr(module, "head_dim", 0)
-    if width and "attention" in type(module).__name__.lower():
-        children = dict(module.named_children())
-        for names in _PAIRS:
-            if children.keys() >= {*names}:
-                scale = getattr(module, "scaling", width**-0.5)
-                return [children[name] for name in names], width, float(scale)
-    return [], 0, 0.0

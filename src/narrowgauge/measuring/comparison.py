@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of
+from narrowgauge.measuring.update_laws import loses_updates
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, number
-from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.spec.significance import student_t
 from narrowgauge.spec.tables import Table, json_value
 
 NEGLIGIBLE = 1e-3
@@ -204,8 +205,10 @@ def _row(label: str, group: Sequence[Run]) -> Row:
         row["verdict"] = "diverged"
     elif not summaries:
         row["verdict"] = "no loss"
-    elif row["edq"] is not None and row["edq"] < MIN_EDQ:
-        row["verdict"] = "loses its updates"
+    elif row["edq"] is not None:
+        errors = [summary.get("edq_error") or 0.0 for summary in summaries]
+        if loses_updates(row["edq"], statistics.median(errors)):
+            row["verdict"] = "loses its updates"
     return row
 
 

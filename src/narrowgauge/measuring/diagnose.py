@@ -10,28 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.laws import RULES, Area, Laws
 from narrowgauge.measuring.reading import Reading, Readings
-from narrowgauge.measuring.step import Step
+from narrowgauge.measuring.settings import recipe_of
+from narrowgauge.measuring.step import COLUMNS, Step
 from narrowgauge.measuring.two_runs import TwoRuns
+from narrowgauge.measuring.update_laws import ALL
 from narrowgauge.runs.finding import counted
+from narrowgauge.runs.foreign_logs import NAMES
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import number
 
-AREAS = {
-    "losses": ("steps", "loss"), "gradient norms": ("steps", "grad_norm"), "skipped steps": ("steps", "skipped"),
-    "throughput": ("steps", "tokens_per_second"), "evaluations": ("evals", "val_loss"),
-    "gradients of tensors": ("steps", "arrived"), "stored updates": ("steps", "stored"), "audits": ("steps", "edq"),
-    "casts of layers": ("gauges", "tensors"), "hashes of weights": ("fingerprints", "tensors"),
+FLAGS = {
+    "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
+    "evaluations": "recorder.evaluate(loss)", "casts of layers": "gauges_every=20", "audits": "audit_every=10",
 }  # fmt: skip
-"""What a record may show, and the file and column that show it."""
-FLAGS = {"casts of layers": "gauges_every=20", "hashes of weights": "fingerprints_every=20"}
-"""Options of the recorder that some areas need."""
+"""Calls and options that some areas need."""
+FIRST = 2
+"""Rows at the start that may lack what compares a step with the one before."""
+FINITE = {"nonfinite"}
+"""The law that sees of a number only that it is finite."""
 OUTSIDE = {
     "the gradient itself": "ng.check(model, optimizer, batch=…, loss=…)",
     "labels and masks": "",
 }
 """What no record shows."""
+UNREAD = ("loss", "norm", "size", "share")
+"""Units of columns that a law could judge."""
 _OF_ROWS = ("ng.watch", "recorder.step")
 """Who measures the kinds that the laws read again from the rows."""
 
@@ -52,12 +57,21 @@ class Diagnosis(Readings):
     """
 
     def __init__(self, run: Run) -> None:
-        self.areas = [name for name, place in AREAS.items() if _is_shown(run, *place)]
-        unseen = {name: FLAGS.get(name, "") for name in AREAS if name not in self.areas}
+        laws = Laws(ignored(run))
+        readings = readings_of(run, laws)
+        looked_at = laws.looked_at()
+        possible = areas_of(run)
+        self.areas = [area for area in possible if area in looked_at]
+        flags = {} if run.is_foreign else FLAGS
+        unseen = {area: flags.get(area, "") for area in possible if area not in looked_at}
         for row in run.events:
             if row["what"] == "unseen":
                 unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
-        super().__init__(readings_of(run), unseen=unseen | OUTSIDE)
+        for reading in readings:
+            if reading.severity == "note":
+                unseen[f"{reading.what} {reading.tensor}".rstrip()] = reading.text.rstrip(".")
+        serious = [reading for reading in readings if reading.severity != "note"]
+        super().__init__(serious, unseen=unseen | OUTSIDE)
         self.name = run.path.name or run.path.resolve().name
         self.is_finished = is_finished(run)
         rows = counted(len(run.steps), "row")
@@ -65,12 +79,16 @@ class Diagnosis(Readings):
             number = counted(len(self), "reading")
             self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
         elif self.areas:
-            self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(self.areas)}."
+            places = ", ".join(_shown(area, looked_at[area], run) for area in self.areas)
+            self.verdict = f"Nothing found: {rows} watched; looked at {places}."
         else:
             self.verdict = f"Nothing was looked at: {rows} without a value that is read."
         if not self.is_finished:
             self.verdict += " The run is not finished."
         self.lines = [f"{self.name}: {self.verdict}"]
+        unread = unread_of(run)
+        if unread and not self.readings:
+            self.lines.append(f"Recorded, and no law reads it: {', '.join(unread)}.")
         self.lines += [f"Not read: {note}." for note in run.notes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,17 +149,54 @@ def is_finished(run: Run) -> bool:
 
 def steps_of(run: Run) -> list[Step]:
     """Return the steps that a record holds, samples of the gauges after the step that they are of."""
-    steps = [*map(Step.of, run.steps), *map(Step.of_gauges, run.gauges)]
+    steps = [*map(Step.of, [*run.steps, *run.evals]), *map(Step.of_gauges, run.gauges)]
     return sorted(steps, key=lambda step: step.step)
 
 
-def readings_of(run: Run) -> list[Reading]:
+def areas_of(run: Run) -> list[str]:
+    """Return the areas that a run could have shown: those that laws read, of the columns that a log of
+    another program may have, or else those of a recorded loop.
+    """
+    has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
+    absent = {"use of the device", "stored updates" if has_audits else "audits"}
+    if run.run.get("machine", {}).get("ranks", 1) == 1:
+        absent.add("ranks")
+    columns = {name for rule in RULES for name in rule.needs | rule.also}
+    if run.is_foreign:
+        columns &= NAMES.keys()
+        absent = set()
+    areas = [column.area for name, column in COLUMNS.items() if name in columns and column.area]
+    shown = {
+        COLUMNS[name].area for row in (*run.steps, *run.evals) for name in row if name in COLUMNS
+    }
+    return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
+
+
+def _shown(area: str, seen: Area, run: Run) -> str:
+    """Return an area, and what of it was not read: rows without its columns, and all but finite values."""
+    rows = len(run.evals if area == "evaluations" else run.steps)
+    parts = []
+    if seen.laws == FINITE:
+        parts.append("only whether they are finite")
+    if seen.rows < rows - FIRST and area != "casts of layers":
+        parts.append(f"{seen.rows:,} of {rows:,} rows")
+    return f"{area} ({', '.join(parts)})" if parts else area
+
+
+def unread_of(run: Run) -> list[str]:
+    """Return the columns of a record that no law reads, but those that explain nothing."""
+    names = {name for row in (*run.steps, *run.evals) for name, x in row.items() if x is not None}
+    for rule in RULES:
+        names -= rule.needs | rule.also
+    return sorted(name for name in names & COLUMNS.keys() if COLUMNS[name].unit in UNREAD)
+
+
+def readings_of(run: Run, laws: Laws) -> list[Reading]:
     """Return the readings of a run: the first of each kind and stage. Of a count over the run return
     the newest.
 
     The events hold those that need more than the rows.
     """
-    laws = Laws(ignored(run))
     readings: dict[tuple[str, str], Reading] = {}
     last: list[Reading] = []
     for step in steps_of(run):
@@ -150,10 +205,12 @@ def readings_of(run: Run) -> list[Reading]:
             if KINDS[reading.what].over == "step":
                 readings.setdefault((reading.what, reading.stage), reading)
     readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
-    from_rows = {reading.what for reading in readings.values()}
+    from_rows = {reading.what for reading in readings.values() if reading.tensor != ALL}
     for row in run.events:
         kind = KINDS.get(row["what"])
         if kind is None or kind.by.startswith(_OF_ROWS) or kind.name in from_rows:
+            continue
+        if row.get("tensor") == ALL:  # the law reads it again
             continue
         tensor = str(row.get("tensor") or "")
         numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]
@@ -165,9 +222,3 @@ def readings_of(run: Run) -> list[Reading]:
 def ignored(run: Run) -> tuple[str, ...]:
     """Return the kinds that the recorded loop intends."""
     return tuple(run.run.get("watch", {}).get("ignore", ()))
-
-
-def _is_shown(run: Run, table: str, name: str) -> bool:
-    """Return whether a record has a column. Hashes of the start alone show nothing."""
-    least = 1 if table == "fingerprints" else -1
-    return any(row.get(name) is not None and row["step"] > least for row in getattr(run, table))

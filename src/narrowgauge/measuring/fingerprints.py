@@ -26,13 +26,14 @@ from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """Kinds of what a step stores. Every other state is of the kind ``state:NAME``."""
 Entries = dict[str, list[Any]]
-"""Fingerprint, sum of squares and number of elements of each tensor, by ``KIND:NAME``."""
+"""Fingerprint, sum of squares, number of elements and dtype of each tensor, by ``KIND:NAME``."""
 
 
 class Fingerprints(Listener):
@@ -154,7 +155,7 @@ class Fingerprints(Listener):
 
     def _add(self, kind: str, name: str, x: Tensor) -> None:
         """Add a micro-batch's part of a tensor."""
-        entry = self._entries.setdefault(f"{kind}:{name}", [0, 0.0, 0])
+        entry = self._entries.setdefault(f"{kind}:{name}", [0, 0.0, 0, dtype_name(x.dtype)])
         num_rows = max(1, x.shape[0] if x.ndim else 1)
         place = self._first_sequence * (x.numel() // num_rows)
         entry[0] = combine([entry[0], fingerprint(x, offset=place)])
@@ -164,7 +165,8 @@ class Fingerprints(Listener):
     def _record(self, named: Mapping[str, Tensor]) -> None:
         """Record whole tensors; a rank may hold a part of one."""
         for key, number in fingerprints_whole(named).items():
-            self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
+            x = named[key]
+            self._entries[key] = [number, _sum_of_squares(x), x.numel(), dtype_name(x.dtype)]
 
 
 def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +190,7 @@ def _joined(of_ranks: list[Entries]) -> Entries:
     joined = Entries()
     for key in {key: None for entries in of_ranks for key in entries}:
         parts = [entries[key] for entries in of_ranks if key in entries]
-        number, square, numel = parts[0]
+        number, square, numel, dtype = parts[0]
         hashes = [part[0] for part in parts]
         is_batch = key.startswith(("tokens:", "output:"))
         if is_batch or len(set(hashes)) > 1:
@@ -196,7 +198,7 @@ def _joined(of_ranks: list[Entries]) -> Entries:
             square = sum(part[1] for part in parts)
         if is_batch:
             numel = sum(part[2] for part in parts)
-        joined[key] = [number, square**0.5, numel]
+        joined[key] = [number, square**0.5, numel, dtype]
         if len(set(hashes)) > 1:
             joined[key].append(hashes)
     return joined

@@ -7,10 +7,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from statistics import median
 
-from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.step import Law, Step, Tell
+from narrowgauge.measuring.kinds import KINDS, MOSTLY
+from narrowgauge.measuring.step import COLUMNS, Law, Step, Tell, reads
+
+NUMBERS = ("loss", "grad_norm", "limit", "arrived", "lr", "largest", "val_loss")
+"""Numbers that must be finite, in the order of a step."""
 
 
+@reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
 def nonfinite(tell: Tell, least: int = 3) -> Law:
     """Read the first place of the run that is not finite, once: it makes all later ones so.
 
@@ -30,32 +34,37 @@ def nonfinite(tell: Tell, least: int = 3) -> Law:
         bad_steps.append(step.step)
         is_known = stage != "gradient" or step.skipped is not None or step.bad
         if is_known or len(bad_steps) >= least:
-            tell("nonfinite", names, len(names), step=bad_steps[0], stage=stage)
+            count = step.bad_values if names else 1
+            tell("nonfinite", names, count, step=bad_steps[0], stage=stage)
             is_told = True
 
 
 def _first_bad(step: Step) -> tuple[str, list[str]]:
-    """Return the first stage of a step that is not finite, and the names there."""
+    """Return the first stage of a step that is not finite, and the tensors there."""
     if step.bad_weight:
         return "between steps", [step.bad_weight]
-    if not math.isfinite(step.loss or 0.0):
-        return "loss", [""]
-    if step.bad or not math.isfinite(step.grad_norm or 0.0):
-        return "gradient", step.bad or [""]
+    for name in NUMBERS:
+        stage = COLUMNS[name].stage
+        if stage == "gradient" and step.bad:
+            return stage, step.bad
+        if not math.isfinite(getattr(step, name) or 0.0):
+            return stage, []
     return "", []
 
 
+@reads("arrived", "zero", least=3)
 def zero_gradients(tell: Tell) -> Law:
     """Count the steps without a gradient, and those in which one tensor alone has none."""
 
     def names_of(step: Step) -> list[str] | None:
         if step.arrived is None:
             return None
-        return step.zero if step.arrived else [""]
+        return (step.zero or []) if step.arrived else [""]
 
     return _shares(tell, "zero-gradients", names_of)
 
 
+@reads("kept", least=3)
 def gradients_kept(tell: Tell) -> Law:
     """Count the steps that begin with the gradient of the step before."""
 
@@ -83,13 +92,17 @@ def _shares(tell: Tell, kind: str, names_of: Callable[[Step], list[str] | None])
             for name in names:
                 since.setdefault(name, step.step)
         if counts and total >= (3 if counts[""] == total else 20):
-            ordered = [name for name, _ in counts.most_common()]
-            first = ordered[0]
-            tell(kind, ordered if first else "", counts[first] / total, 0.0, step=since[first])
+            [(first, most), *_] = ordered = counts.most_common()
+            least = min(most, MOSTLY * total)
+            names = [name for name, count in ordered if name and count >= least]
+            tell(kind, names if first else "", most / total, 0.0, step=since[first])
 
 
+@reads("arrived limit", "grad_norm skipped")
 def clip_norm(tell: Tell) -> Law:
-    """Read gradients that reach the step with another norm than the limit of the clip allows."""
+    """Read gradients that reach the step with another norm than the limit of the clip allows: above it, or
+    below it though the norm before the clip was above it.
+    """
     while True:
         step = yield
         norm = step.arrived
@@ -99,10 +112,12 @@ def clip_norm(tell: Tell) -> Law:
         slack = KINDS["clip-norm"].bound * limit
         power = round(math.log2(limit / norm))
         is_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
-        if is_scaled or norm > limit + slack:
+        is_short = norm < limit - slack and limit < (step.grad_norm or 0.0) < math.inf
+        if is_scaled or is_short or norm > limit + slack:
             tell("clip-norm", "", norm, limit, slack)
 
 
+@reads(also="unsummed apart")
 def ranks(tell: Tell) -> Law:
     """Read gradients that were not summed over ranks; where they were, weights that differ."""
     while True:
@@ -113,6 +128,7 @@ def ranks(tell: Tell) -> Law:
             tell("ranks-apart", step.apart, len(step.apart), 0, stage="optimizer step")
 
 
+@reads("largest", "largest_in lr skipped", least=5)
 def jump(tell: Tell) -> Law:
     """Read a weight that moved far in one step, beside the largest rate and the usual step of 20.
 
@@ -130,7 +146,7 @@ def jump(tell: Tell) -> Law:
             far, *steps_before = recent
         if steps_before:
             usual = median(x.largest or 0.0 for x in steps_before)
-            usual = max(usual, *(x.rate or 0.0 for x in recent))
+            usual = max(usual, *(x.lr or 0.0 for x in recent))
             bound = KINDS["weights-jump"].bound * usual
             if (far.largest or 0.0) > bound:
                 tell("weights-jump", far.largest_in, far.largest, None, bound, step=far.step)

@@ -19,6 +19,12 @@ that need not be. Note: nothing is lost, and it is worth a line.
 """
 
 
+MOSTLY = 0.9
+"""Share of at least 20 steps from which a fault of a part of the steps is a warning: tasks in turn and
+layers that are dropped are healthy.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Describe one kind of reading.
@@ -32,7 +38,7 @@ class Kind:
         source: source of the bound.
         severity: one of :data:`SEVERITIES`.
         over: ``"run"`` for a count over the run: the newest reading counts; ``"share"`` for a
-            share of its steps, which is a note below 1 and of single tensors.
+            share of its steps: below :data:`MOSTLY` a note; of single tensors, and below 1, a warning.
     """
 
     name: str

@@ -6,26 +6,34 @@ record. A count over the run gives its fraction of the steps in every step, and 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.measuring import gradient_laws, loss_laws, update_laws
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, failure_of, measured
-from narrowgauge.measuring.step import Law, Step, Tell
+from narrowgauge.measuring.step import COLUMNS, Rule, Step
 
 TWICE = 2.0
 """Report a fault again when it is so many times as far beyond its bound."""
-LAWS: tuple[Callable[[Tell], Law], ...] = (
-    gradient_laws.nonfinite, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
-    gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm,
-    gradient_laws.ranks, gradient_laws.jump, partial(loss_laws.spikes, name="loss"),
-    partial(loss_laws.spikes, name="grad_norm"), loss_laws.throughput, loss_laws.idle_device,
-    update_laws.sampled,
+RULES: tuple[Rule, ...] = (
+    gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped,
+    loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
+    gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.spikes,
+    loss_laws.throughput, loss_laws.idle_device, update_laws.casts,
 )  # fmt: skip
 """Every law of a run."""
+
+
+@dataclass
+class Area:
+    """Count what the laws have seen of an area: rows, and the names of the laws."""
+
+    rows: int = 0
+    laws: set[str] = field(default_factory=set)
 
 
 class Laws:
@@ -62,8 +70,9 @@ class Laws:
         self._say = say
         self._step = 0
         self._readings: list[Reading] = []
-        self._laws = [law(self._tell) for law in LAWS]
-        self._told: dict[tuple[str, str], float] = {}
+        self._laws = [rule.law(self._tell) for rule in RULES]
+        self._counts: Counter[tuple[Rule, str]] = Counter()
+        self._told: dict[tuple[str, ...], float] = {}
         for law in self._laws:
             next(law)
         for step in steps:
@@ -82,6 +91,7 @@ class Laws:
         try:
             for law in self._laws:
                 law.send(step)
+            self._count(step)
         except Exception as error:
             if self._say is None:
                 raise
@@ -89,13 +99,32 @@ class Laws:
             self._say(failure_of("the laws", error))
         return self._readings
 
+    def _count(self, step: Step) -> None:
+        """Count the columns that each law could judge in a step."""
+        columns = step.columns()
+        for rule in RULES:
+            if rule.needs <= columns:
+                for name in (rule.needs | rule.also) & columns:
+                    self._counts[rule, name] += 1
+
+    def looked_at(self) -> dict[str, Area]:
+        """Return the areas whose columns were there, and that a law with enough of their rows has read."""
+        areas: dict[str, Area] = defaultdict(Area)
+        for (rule, name), count in self._counts.items():
+            column = COLUMNS[name]
+            if column.area and count >= rule.least:
+                area = areas[column.area]
+                area.rows = max(area.rows, count)
+                area.laws.add(rule.name)
+        return areas
+
     def fresh(self, step: Step) -> list[Reading]:
         """Return what is new in a step: the first reading of a kind at a stage, and one that is twice
         as far beyond its bound.
         """
         new = []
         for reading in self.read(step):
-            key = reading.what, reading.stage
+            key = reading.what, reading.stage, reading.severity
             if reading.excess > TWICE * self._told.get(key, -1.0):
                 self._told[key] = reading.excess
                 new.append(reading)

@@ -10,9 +10,10 @@ from itertools import pairwise
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.step import Law, Tell
+from narrowgauge.measuring.step import Law, Tell, reads
 
 
+@reads("skipped", "loss_scale", least=5)
 def skipped(tell: Tell) -> Law:
     """Read skipped steps, beyond those of a search for the loss scale.
 
@@ -43,6 +44,7 @@ def skipped(tell: Tell) -> Law:
             tell("skipped-steps", "", count, None, bound, step=since)
 
 
+@reads("loss_scale", least=2)
 def loss_scale(tell: Tell) -> Law:
     """Read a loss scale that began anew."""
     number = 0
@@ -57,34 +59,31 @@ def loss_scale(tell: Tell) -> Law:
             last = step.loss_scale
 
 
-def spikes(tell: Tell, name: str) -> Law:
-    """Read losses or norms far above the median of the last 30 steps: norms by their logarithm.
+@reads("loss", least=21)
+def spikes(tell: Tell) -> Law:
+    """Read losses far above the median of the last 30 steps.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
     a loss. A spike does not enter the statistics.
     """
-    is_norm = name == "grad_norm"
     values: deque[float] = deque(maxlen=100)
     while True:
         step = yield
-        shown = getattr(step, name)
-        if shown is None or not math.isfinite(shown) or (is_norm and shown <= 0):
+        loss = step.loss
+        if loss is None or not math.isfinite(loss):
             continue
-        value = math.log(shown) if is_norm else shown
         limit = math.inf
         if len(values) >= 20:
             level = median([*values][-30:])
             noise = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(values)])
-            least = math.log(10.0) / 8 if is_norm else 0.01 * max(1.0, abs(level))
-            limit = level + KINDS["spike"].bound * max(noise, least)
-        if value <= limit:
-            values.append(value)
-        elif is_norm:
-            tell("spike", "", shown, None, math.exp(min(limit, 700.0)), stage="gradient")
+            limit = level + KINDS["spike"].bound * max(noise, 0.01 * max(1.0, abs(level)))
+        if loss <= limit:
+            values.append(loss)
         else:
-            tell("spike", "", shown, None, limit)
+            tell("spike", "", loss, None, limit)
 
 
+@reads("tokens_per_second", "seconds", least=40)
 def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
     """Read steps that became slower for long.
 
@@ -123,6 +122,7 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
             tell("slower-steps", "", middle, usual, bound, step=first)
 
 
+@reads("utilization", least=2)
 def idle_device(tell: Tell) -> Law:
     """Read a device that is idle for most of the median step. A log may hold the share in percent."""
     bound = KINDS["idle-device"].bound

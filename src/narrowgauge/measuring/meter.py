@@ -27,7 +27,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, "", {})
 
 
 class Meter(Listener):
@@ -193,18 +193,23 @@ class Meter(Listener):
                 parts[self.names[p]] = part
         if parts:
             norms = norms_of([*parts.values()])
-            self._look_at_weights(norms)
+            self._look_at_weights([*parts.values()], norms)
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", parts, norms if scale is None else norms / scale)
         return by_parameter
 
-    def _look_at_weights(self, norms: Tensor) -> None:
-        """Look for a weight that is not finite, where a gradient is not. A GPU is not waited for."""
+    def _look_at_weights(self, parts: list[Tensor], norms: Tensor) -> None:
+        """Look for a weight that is not finite, where a gradient is not, and count the values of the first
+        tensor. A GPU is not waited for.
+        """
         if norms.device.type == "cpu" and not bool(norms.isfinite().all()):
             for p, name in self.names.items():
-                if not bool(local_of(p).isfinite().all()):
-                    self._row["bad_weight"] = name
-                    break
+                count = int((~local_of(p).isfinite()).sum())
+                if count:
+                    self._row |= {"bad_weight": name, "bad_values": count}
+                    return
+            first = [not x for x in norms.isfinite().tolist()].index(True)
+            self._row["bad_values"] = int((~parts[first].isfinite()).sum()) or None
 
     def _take_masters(self) -> None:
         """Look for frozen weights whose master moves by more than their rounding."""
@@ -246,10 +251,7 @@ class Meter(Listener):
             for what, values in measured(optimizer, sample).items():
                 self._numbers.set(what, names, values)
         if optimizer is self.hub.optimizers[-1]:
-            rate = optimizer.param_groups[0].get("lr")
-            if rate is not None:
-                rate = float(rate)
-            self._row["lr"] = rate  # a schedule may step before the row is written
+            self._row["lr"] = self._largest_rate()  # a schedule may step before the row is written
             self._seen = self._gradient_of_probe()
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)
@@ -279,14 +281,14 @@ class Meter(Listener):
             if 0 < meant < math.inf:
                 stored.setdefault(name, read["stored"][name] / meant)
         row: Row = {
-            "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "stored": stored,
-            "apart": _true(read["apart"]),
-            "unsummed": _true(read["unsummed"]),
             "kept": read["kept"].get(""),
         }
+        if self._ranks is not None:
+            row["apart"] = _true(read["apart"])
+            row["unsummed"] = _true(read["unsummed"])
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]

@@ -25,6 +25,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import installed_version
 
+_PLAIN = (bool, int, float, str)
+
 
 def describe_process(device: torch.device) -> dict[str, Any]:
     """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``.
@@ -62,8 +64,10 @@ def describe_run(
     if recipe is not None:
         config = {"recipe": recipe.name, **config}
     parameters = list(model.parameters())
-    plain = (bool, int, float, str)
-    options = {name: value for name, value in group.items() if isinstance(value, plain)}
+    options, *others = map(_options_of, optimizer.param_groups)
+    for number, other in enumerate(others, 1):
+        unlike = {name: x for name, x in other.items() if x != options.get(name)}
+        options |= {f"group{number}": unlike} if unlike else {}
     return {
         "config": {**config, **settings},
         **describe_process(parameters[0].device),
@@ -74,6 +78,17 @@ def describe_run(
             "dtypes": ", ".join(sorted({dtype_name(p.dtype) for p in parameters})),
         },
     }
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, those of several numbers as lists."""
+    options: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, tuple):
+            value = [x if isinstance(x, _PLAIN) else str(x) for x in value]
+        if isinstance(value, (*_PLAIN, list)) and name != "params":
+            options[name] = value
+    return options
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:

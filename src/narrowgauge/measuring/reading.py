@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.measuring.kinds import KINDS, SEVERITIES
+from narrowgauge.measuring.kinds import KINDS, MOSTLY, SEVERITIES
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.tables import Table
 
@@ -65,12 +65,15 @@ class Reading:
 
     @property
     def severity(self) -> str:
-        """Return the severity of its kind. A count of steps is a note unless it is all of them."""
+        """Return the severity of its kind; of a share of the steps see :class:`Kind`."""
         kind = KINDS.get(self.what)
         if kind is None:
             return "error"
-        if kind.over == "share" and (self.tensor or (self.value or 0.0) < 1):
+        share = self.value or 0.0
+        if kind.over == "share" and share < MOSTLY:
             return "note"
+        if kind.over == "share" and (self.tensor or share < 1):
+            return "warning"
         return kind.severity
 
     @property

@@ -129,7 +129,7 @@ class RunRecorder:
         tables: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.laws = Laws(ignore, say=self._note)
+        self.laws = Laws(ignore, say=self._ended)
         self.model = unwrapped_model(model)
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
@@ -143,7 +143,7 @@ class RunRecorder:
         self._is_open = True
         with ExitStack() as undo:
             optimizers = set_up_of(model, optimizer).optimizers
-            self.hub = Hub(self.model, optimizers, called, self._note)
+            self.hub = Hub(self.model, optimizers, called, self._ended)
             undo.callback(self.hub.close)
             self.optimizer = optimizers[-1]
             self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
@@ -275,6 +275,7 @@ class RunRecorder:
         """
         row = {"step": self.num_steps, "val_loss": loss, "tokens": self._tokens or None}
         self._append("evals", row)
+        self._read(Step.of(row))
         self.meter.restart_clock()
 
     def event(self, what: str, words: str, **fields: Any) -> None:
@@ -323,7 +324,7 @@ class RunRecorder:
         """
         run = self._here.of_first(lambda: self._rewound(step, rows_lost))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
-        self.laws = Laws(ignored(run), steps_of(run), self._note)
+        self.laws = Laws(ignored(run), steps_of(run), self._ended)
         last = run.steps[-1] if run.steps else {}
         self._tokens = last.get("tokens", 0) if tokens is None else tokens
         self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
@@ -426,6 +427,11 @@ class RunRecorder:
                 since = max(since, reading.step)
         if sentences:
             self._warn(f"step {since}: {'; '.join(sentences)}")
+
+    def _ended(self, text: str) -> None:
+        """Log that a measure ended, as what is not looked at from here on, and show it."""
+        self.event("unseen", text, tensor=f"what comes after step {self.num_steps}")
+        self._warn(text)
 
     def _note(self, text: str) -> None:
         """Log a note, and show it."""

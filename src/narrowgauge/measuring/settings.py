@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
@@ -11,8 +11,10 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-TABLES = ("config", "data", "model", "optimizer", "versions", "machine", "arithmetic")
-"""Compared tables of ``run.toml``."""
+PROGRAM = ("config", "data", "model", "optimizer")
+"""Tables of ``run.toml`` that say what is computed."""
+TABLES = (*PROGRAM, "versions", "machine", "arithmetic")
+"""Compared tables: the others may explain another rounding, and no more."""
 
 NOT_COMPARED = frozenset({
     "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints",
@@ -29,14 +31,16 @@ def recipe_of(run: Run) -> Recipe | None:
         return None
 
 
-def settings_diff(first: Row, second: Row) -> dict[str, tuple[str, str]]:
+def settings_diff(
+    first: Row, second: Row, tables: Sequence[str] = TABLES
+) -> dict[str, tuple[str, str]]:
     """Return the values of both ``run.toml`` that differ, by name: settings, versions, and properties
     of the data, the machine and its arithmetic.
 
     Skip entries that only one has, and paths: what is there is in another table.
     """
     differences: dict[str, tuple[str, str]] = {}
-    for table in TABLES:
+    for table in tables:
         second_values = dict(_leaves(second.get(table, {})))
         for name, value in _leaves(first.get(table, {})):
             pair = str(value), str(second_values.get(name, value))

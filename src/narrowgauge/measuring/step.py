@@ -5,10 +5,10 @@ the laws read.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.runs.schema import Row, gauge_metrics, number
+from narrowgauge.runs.schema import CASTS, EVAL, GAUGES, STEP, Column, Row, number
 
 Metrics = dict[str, dict[str, float | None]]
 """Metrics of each tensor, by name."""
@@ -17,29 +17,36 @@ Metrics = dict[str, dict[str, float | None]]
 @dataclass(frozen=True)
 class Step:
     """Hold the numbers of one step. What was not measured is ``None`` or empty, and its laws are silent.
+    An empty list of tensors was measured.
 
     Args:
         step: optimizer steps done.
         loss: of the step, of this rank.
-        rate: the largest learning rate of all groups.
+        lr: the largest learning rate of all groups.
         grad_norm: of all gradients before a clip, as the loop or the optimizer gives it.
+        val_loss: of an evaluation after the step.
+        edq: of an audit: the share of the update that was stored; ``edq_error`` is its standard error.
         skipped: the update was not applied.
         limit: norm to which the loop clips, as it was declared.
         arrived: norm of the gradients that reach the update.
         zero: tensors whose gradient is exactly zero or missing.
-        bad: tensors whose gradient is not finite, in the order of backward.
+        bad: tensors whose gradient is not finite, in the order of backward; ``bad_values`` counts the
+            values of the first.
         bad_weight: a weight of the model that was not finite before the step.
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
         utilization: share of the device's time, in logs of other programs.
-        gauges: a sample of the gauges: metrics by table and tensor.
+        casts: a sample of what casts lose, by tensor.
     """
 
     step: int
     loss: float | None = None
-    rate: float | None = None
+    val_loss: float | None = None
+    edq: float | None = None
+    edq_error: float | None = None
+    lr: float | None = None
     grad_norm: float | None = None
     skipped: float | None = None
     loss_scale: float | None = None
@@ -48,41 +55,77 @@ class Step:
     utilization: float | None = None
     limit: float | None = None
     arrived: float | None = None
-    zero: list[str] = field(default_factory=list)
-    bad: list[str] = field(default_factory=list)
+    zero: list[str] | None = None
+    bad: list[str] | None = None
+    bad_values: float | None = None
     bad_weight: str = ""
     kept: float | None = None
     stored: dict[str, float] = field(default_factory=dict)
     largest: float | None = None
     largest_in: str = ""
-    apart: list[str] = field(default_factory=list)
-    unsummed: list[str] = field(default_factory=list)
-    gauges: dict[str, Metrics] = field(default_factory=dict)
+    apart: list[str] | None = None
+    unsummed: list[str] | None = None
+    casts: Metrics = field(default_factory=dict)
+
+    def columns(self) -> set[str]:
+        """Return the names of what was measured."""
+        return {name for name, x in vars(self).items() if x not in (None, "", {})}
 
     @classmethod
     def of(cls, row: Row) -> Step:
-        """Return the step of a row of ``steps.jsonl`` or of another program's log."""
+        """Return the step of a row of ``steps.jsonl``, of an evaluation, or of another program's log."""
         values: dict[str, Any] = {}
-        for name, nothing in _NOTHING.items():
+        for name in _MEASURED:
+            type_ = _TYPES.get(COLUMNS[name].type)
             value = row.get(name)
-            if nothing is None:
+            if type_ is None:
                 values[name] = number(value)
-            elif isinstance(value, type(nothing)):
+            elif isinstance(value, type_):
                 values[name] = value
         return cls(row["step"], **values)
 
     @classmethod
     def of_gauges(cls, row: Row) -> Step:
         """Return a row of ``gauges.jsonl`` as a step, which no other law counts."""
-        tables: dict[str, Metrics] = {}
-        for table, name, metrics in gauge_metrics(row):
-            tables.setdefault(table, {})[name] = metrics
-        return cls(row["step"], gauges=tables)
+        casts: Metrics = {}
+        for name, values in (row.get("tensors") or {}).items():
+            metrics = dict(zip(CASTS, map(number, values or ()), strict=False))
+            if any(x is not None for x in metrics.values()):
+                casts[name] = metrics
+        return cls(row["step"], casts=casts)
 
 
+COLUMNS: dict[str, Column] = STEP | EVAL | {"casts": GAUGES["tensors"]}
+"""The columns that laws may read."""
+_MEASURED = [name for name in Step.__dataclass_fields__ if name in STEP | EVAL and name != "step"]
+_TYPES = {"text": str, "names": list, "object": dict}
 Tell = Callable[..., None]
 """Takes a reading: its kind, tensors, value, expected and bound, and its step if it is not the current."""
 Law = Generator[None, Step, None]
 """Takes steps, in their order, and gives the readings of each."""
-_NOTHING = asdict(Step(0))
-del _NOTHING["step"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Declare what a law reads.
+
+    Args:
+        law: begins the law.
+        needs: columns without which it is silent.
+        also: further columns that it judges.
+        least: steps with these columns before it may speak.
+    """
+
+    law: Callable[[Tell], Law]
+    needs: frozenset[str]
+    also: frozenset[str]
+    least: int
+
+    @property
+    def name(self) -> str:
+        return self.law.__name__
+
+
+def reads(needs: str = "", also: str = "", least: int = 1) -> Callable[[Callable[..., Law]], Rule]:
+    """Declare what a law reads, in names between spaces."""
+    return lambda law: Rule(law, frozenset(needs.split()), frozenset(also.split()), least)

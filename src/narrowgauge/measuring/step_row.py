@@ -4,6 +4,7 @@ of all steps.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from statistics import fmean, median
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduction_of
+from narrowgauge.measuring.update_laws import late
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.metrics import update_metrics
+from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -41,8 +43,31 @@ def columns_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
     if sums is not None:
         for name, metric in update_metrics(sums).items():
             row[name] = None if metric.isnan() else float(metric)
+        if row["edq"] is not None:
+            row["edq_error"] = edq_error(sums, is_random=_rounds_at_random(optimizer))
         optimizer.auditor.last = None
     return row
+
+
+def edq_error(sums: Tensor, is_random: bool) -> float:
+    """Return the standard error of the EDQ of an audit.
+
+    The errors of its elements are independent. Few elements move where a random rounding stores few
+    changes, and then their number is as uncertain as its root.
+
+    Args:
+        sums: the ``UPDATE_SUMS`` of the audit.
+        is_random: a storage rounds at random.
+    """
+    intended = float(sums[UPDATE_SUMS.index("nonzero")])
+    moved = intended - float(sums[UPDATE_SUMS.index("lost")])
+    error = float(update_metrics(sums)["noise"]) / math.sqrt(intended)
+    return max(error, 1 / math.sqrt(1 + moved)) if is_random else error
+
+
+def _rounds_at_random(optimizer: Optimizer) -> bool:
+    storages = map(optimizer.storage_of, members_of(optimizer))
+    return any(storage.weight.rounding == "stochastic" for storage in storages)
 
 
 def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
@@ -60,21 +85,18 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
 
 
 def summary_of(run: Run) -> Row:
-    """Return what the rows of a run say of all of it, so that a resume does not change it.
-
-    The EDQ is the median of the last tenth of the audits: large first steps would dominate a sum.
-    """
+    """Return what the rows of a run say of all of it, so that a resume does not change it."""
     columns: dict[str, list[float]] = defaultdict(list)
     for row in (*run.steps, *run.evals):
         for name, value in row.items():
             if value is not None:
                 columns[name].append(value)
-    audits = columns["edq"]
     reduced = {
         "val_loss": columns["val_loss"][-1:],
         "step_memory_bytes": sorted(columns["peak_memory_bytes"])[-1:],
         "tokens_per_second": columns["tokens_per_second"],
-        "edq": audits[-max(3, len(audits) // 10) :],
     }
+    for name in ("edq", "edq_error"):
+        reduced[name] = [late(columns[name])] if columns[name] else []
     summary: Row = {"num_skipped": sum(map(bool, columns["skipped"]))}
     return summary | {name: median(values) for name, values in reduced.items() if values}

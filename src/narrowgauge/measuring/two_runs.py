@@ -15,39 +15,80 @@ tensor instead of one for all: TTrace (2506.09280).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.measuring.reading import Reading, Readings
-from narrowgauge.measuring.settings import recipe_of, settings_diff
+from narrowgauge.measuring.reading import STAGES, Reading, Readings
+from narrowgauge.measuring.settings import PROGRAM, recipe_of, settings_diff
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import STEP, Row, number
+from narrowgauge.runs.schema import EVAL, HASHED, STEP, SUMMARY, Column, Row, number
 from narrowgauge.spec.formats import FORMATS
 
-STAGE_OF = {
-    "tokens": "data", "output": "forward", "loss": "loss", "grad": "gradient",
-    "grad_norm": "gradient", "lr": "optimizer step", "loss_scale": "optimizer step",
-    "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step",
-    "exp_avg_sq": "optimizer step", "state": "optimizer step",
-    "val_loss": "evaluation", "weights_fingerprint": "optimizer step",
-}  # fmt: skip
-"""The stage of each compared column and kind of tensor, in the order of a step. Times and bytes
-differ between any two runs. The hash of the final weights is last, for it has no size.
-"""
-_KINDS = list(STAGE_OF)
-EXACT = ("tokens", "lr", "loss_scale", "skipped")
-"""Values that rounding cannot change."""
+ROWS = STEP | EVAL
+COLUMNS = SUMMARY | ROWS | HASHED
+"""What is compared: every column and kind of tensor whose unit is not of :data:`UNLIKE`."""
+UNLIKE = ("time", "names", "")
+"""Units of what differs between any two runs."""
+_TENSORS = [*HASHED]
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""
 LEAST = 2.0**-20
 """Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
-AGREES = 0.05
-"""Relative difference of other recorded numbers of a step, such as the stored fraction of an update,
-beside a difference by rounding.
-"""
-_UNLIKE = ("seconds", "per_second", "bytes")
-"""Ends of the names of numbers that differ between any two runs."""
+SHARE = 0.05
+"""Difference of two shares, which are of samples."""
+_OWN_TIMES = ("seconds", "per_second", "bytes")
+OTHER = Column("", "number", "", stage="optimizer step", unit="other")
+"""A column of the loop's own. Its numbers may differ by a twentieth: no unit is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Hold a compared value.
+
+    Args:
+        name: of its column, or of its kind of tensor.
+        bits: in which equal values are equal.
+        value: a number, or the norm of a tensor.
+        count: elements or tokens that it is a sum over; 0 if unknown.
+        hashes: of the ranks, where they differ.
+    """
+
+    name: str
+    bits: str
+    value: float | None
+    count: float = 0
+    hashes: Sequence[int] = ()
+
+    @property
+    def column(self) -> Column:
+        return COLUMNS.get(self.name, OTHER)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Return the place in a step: stage by stage settings, tensors in their order, other numbers."""
+        column = self.column
+        rank = _TENSORS.index(self.name) + 1 if self.name in HASHED else 99
+        is_first = column.unit == "setting" and column.type != "names"
+        is_last = self.name in SUMMARY and self.name not in ROWS
+        return is_last, STAGES.index(column.stage), 0 if is_first else rank
+
+    def bound(self, other: Entry, u: float | None) -> float | None:
+        """Return the difference that rounding explains; ``None`` if that is not known."""
+        size = max(abs(self.value or 0.0), abs(other.value or 0.0)) or 1.0
+        match self.column.unit:
+            case "share":
+                return SHARE
+            case "other":
+                return SHARE * size
+            case "setting":
+                return 0.0
+            case "size":
+                return None if u is None else max(ENVELOPE * u, 2.0**-10) * size
+        if u is None or not self.count:
+            return None
+        return max(ENVELOPE * u / math.sqrt(self.count), LEAST) * size
 
 
 class TwoRuns(Readings):
@@ -79,6 +120,7 @@ class TwoRuns(Readings):
         there = _rows_of(second)
         steps = sorted(here.keys() & there.keys())
         units = _roundoff(first), _roundoff(second)
+        self._program = settings_diff(first.run, second.run, PROGRAM)
         for step in steps:
             details = self._compare(step, here[step], there[step], units)
             if self.readings:
@@ -93,11 +135,14 @@ class TwoRuns(Readings):
             self.lines.append("No recorded setting differs.")
         self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
 
-    def _compare(self, step: int, first: Row, second: Row, units: tuple[float, float]) -> list[str]:
+    def _compare(
+        self, step: int, first: Row, second: Row, units: tuple[float | None, float | None]
+    ) -> list[str]:
         """Compare the rows of a step; return sentences about its difference."""
         here = _entries(first, step)
         there = _entries(second, step)
-        readings = sorted(_differences(step, here, there, max(units)), key=_is_within)
+        u = None if None in units else max(filter(None, units))
+        readings = sorted(_differences(step, here, there, u), key=_is_within)
         if not readings:
             return []
         self.readings = readings[:1]
@@ -112,17 +157,25 @@ class TwoRuns(Readings):
             lines.append(
                 f"All gradients of {self.names[1]} are {self.factor:.6g} times the others."
             )
-        unlike = ", ".join(_other_numbers(first, second))
-        if unlike:
-            lines.append(f"Other recorded numbers of the step differ: {unlike}.")
-        is_alike = units[0] == units[1] and not unlike and abs(self.factor - 1) < AGREES
-        self.is_rounding = is_alike and _is_within(at)
+        beyond = [x for x in readings[1:] if not x.tensor and not _is_within(x)]
+        if beyond:
+            words = [
+                f"{x.what} {x.expected:.6g} and {x.value:.6g}"
+                for x in beyond
+                if x.value is not None and x.expected is not None
+            ]
+            lines.append(f"Other recorded numbers of the step differ: {', '.join(words)}.")
+        self.is_rounding = units[0] == units[1] and not self._program and _is_within(at)
+        if u is None:
+            lines.append(
+                "No format of what both computed is recorded, so no bound of rounding is known."
+            )
         return lines
 
     def _verdict(self, number: int) -> str:
         if self.readings:
             at = self.readings[0]
-            words = " by rounding" if self.is_rounding else ""
+            words = " within rounding" if self.is_rounding else ""
             place = f"{at.tensor or at.what} ({at.stage})"
             return f"The runs first differ{words} at step {at.step}, in {place}{_size(at)}."
         if self.is_complete:
@@ -140,11 +193,18 @@ class TwoRuns(Readings):
 # ── the records of a step ─────────────────────────────────────────────────────────────────────────
 
 
-def _roundoff(run: Run) -> float:
-    """Return the unit roundoff between two matmuls, from the recipe; else bfloat16's."""
+def _roundoff(run: Run) -> float | None:
+    """Return the coarsest unit roundoff of what a run computed: of its recipe, or of the recorded outputs
+    of its modules; ``None`` without these.
+    """
     recipe = recipe_of(run)
-    names = ["bfloat16"] if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
-    return max(FORMATS[name].epsilon for name in names) / 2
+    names = [] if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
+    for row in run.fingerprints[:2]:
+        for key, entry in (row.get("tensors") or {}).items():
+            if key.startswith("output:") and len(entry) > 3:
+                names.append(str(entry[3]))
+    units = [FORMATS[name].epsilon / 2 for name in names if name in FORMATS]
+    return max(units, default=None)
 
 
 def _rows_of(run: Run) -> dict[int, Row]:
@@ -163,61 +223,62 @@ def _rows_of(run: Run) -> dict[int, Row]:
     return rows
 
 
-def _entries(row: Row, step: int) -> dict[str, Any]:
-    """Return kind, bits, value or norm, elements or tokens, and hashes of ranks, of each compared
-    column and tensor. Gradients are those at loss scale 1.
-    """
-    entries: dict[str, Any] = {}
+def _entries(row: Row, step: int) -> dict[str, Entry]:
+    """Return each compared column and tensor. Gradients are those at loss scale 1."""
+    entries: dict[str, Entry] = {}
     tensors = row.get("tensors") or {}
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
     if not tokens and "tokens:batch" in tensors:
         tokens = tensors["tokens:batch"][2]
-    for name in row.keys() & STAGE_OF.keys():
-        if row[name] is not None:
-            entries[name] = name, str(row[name]), number(row[name]), tokens
-    for key, (bits, norm, *more) in tensors.items():
+    for name, x in row.items():
+        column = COLUMNS.get(name, OTHER)
+        is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))
+        if x is not None and not is_own and column.unit not in UNLIKE:
+            entries[name] = Entry(name, str(x), number(x), tokens)
+    for key, (bits, norm, numel, *more) in tensors.items():
         kind = key.partition(":")[0]
-        if kind == "tokens":  # integers have no norm
-            norm = None
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
-        if kind in STAGE_OF:
-            entries[key] = kind, bits, norm, *more
+        hashes = next((x for x in more if isinstance(x, list)), ())
+        value = None if kind == "tokens" else norm  # integers have no norm
+        if kind in HASHED:
+            entries[key] = Entry(kind, str(bits), value, numel, hashes)
     return entries
 
 
-def _kinds(entries: Row) -> set[str]:
+def _kinds(entries: Mapping[str, Entry]) -> set[str]:
     """Return the kinds of recorded tensors."""
-    return {entry[0] for key, entry in entries.items() if ":" in key}
+    return {entry.name for key, entry in entries.items() if ":" in key}
 
 
-def _differences(step: int, here: Row, there: Row, u: float) -> Iterator[Reading]:
+def _differences(
+    step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
+) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
     shared = _kinds(here) & _kinds(there)
     entries = {**here, **there}
-    for key in sorted(entries, key=lambda key: _KINDS.index(entries[key][0])):
-        kind = entries[key][0]
-        stage = "start" if step == 0 else STAGE_OF[kind]
+    for key in sorted(entries, key=lambda key: entries[key].place):
+        entry = entries[key]
+        stage = "start" if step == 0 else entry.column.stage
         tensor = key if ":" in key else ""
         if key not in here or key not in there:
-            if tensor and kind in shared:
+            if tensor and entry.name in shared:
                 yield Reading(step, stage, tensor, "only-in-one-run", float(key in there))
             continue
-        _, bits, expected, numel, *_ = here[key]
-        value = there[key][2]
-        if bits == there[key][1]:
+        one, other = here[key], there[key]
+        if one.bits == other.bits:
             continue
-        if expected is None or value is None:
+        if one.value is None or other.value is None:
             yield Reading(step, stage, tensor, "bits" if tensor else key)
             continue
-        bound = 0.0
-        if kind not in EXACT:
-            size = max(abs(expected), abs(value)) or 1.0
-            bound = max(ENVELOPE * u / math.sqrt(max(1, numel)), LEAST) * size
-        yield Reading(step, stage, tensor, "norm" if tensor else key, value, expected, bound)
+        what = "norm" if tensor else key
+        reading = Reading(step, stage, tensor, what, other.value, one.value, one.bound(other, u))
+        if entry.column is not OTHER or not _is_within(reading):
+            yield reading
 
 
 def _is_within(at: Reading) -> bool:
+    """Return whether rounding explains a difference. Within a bound that is unknown nothing is."""
     return at.excess <= 1
 
 
@@ -226,18 +287,18 @@ def _is_within(at: Reading) -> bool:
 
 def _size(at: Reading) -> str:
     """Return the relative size of a difference, which the first digits of both may not show."""
-    if not at.expected or not math.isfinite(at.excess):
+    if not at.expected or at.value is None or not math.isfinite(at.value):
         return ""
-    return f", by {abs((at.value or 0.0) / at.expected - 1):.2g} times its {at.what}"
+    return f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
 
 
-def _ranks(here: Any, there: Any) -> Iterator[str]:
+def _ranks(here: Entry, there: Entry) -> Iterator[str]:
     """Yield which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
     one hash.
     """
     for one, other in ((here, there), (there, here)):
-        for hashes in one[4:]:
-            others = [*other[4:], [other[1]] * len(hashes)][0]
+        for hashes in [one.hashes] * bool(one.hashes):
+            others = other.hashes or [int(other.bits)] * len(hashes)
             ranks = []
             for rank, (first, second) in enumerate(zip(hashes, others, strict=False)):
                 if first != second:
@@ -247,26 +308,12 @@ def _ranks(here: Any, there: Any) -> Iterator[str]:
                 return
 
 
-def _factor(here: Row, there: Row) -> float:
+def _factor(here: Mapping[str, Entry], there: Mapping[str, Entry]) -> float:
     """Return the factor of all gradients, second over first, if they share one; else 1."""
     ratios = []
     for key, entry in here.items():
-        if entry[0] == "grad" and key in there and entry[2]:
-            ratios.append(there[key][2] / entry[2])
+        if entry.name == "grad" and key in there and entry.value:
+            ratios.append((there[key].value or 0.0) / entry.value)
     if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
         return 1.0
     return float(ratios[0])
-
-
-def _other_numbers(first: Row, second: Row) -> Iterator[str]:
-    """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
-    than :data:`AGREES` itself.
-    """
-    for name in sorted(first.keys() & second.keys() - STAGE_OF.keys()):
-        here = first[name]
-        there = second[name]
-        is_number = isinstance(here, float) and isinstance(there, float)
-        if is_number and not name.endswith(_UNLIKE):
-            least = AGREES if name in STEP else 0.0
-            if not math.isclose(here, there, rel_tol=AGREES, abs_tol=least):
-                yield f"{name} {here:.4g} and {there:.4g}"

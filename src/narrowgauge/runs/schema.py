@@ -4,7 +4,7 @@
 The console and the documentation print these tables. Rows may hold further columns.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the
-order of :data:`METRICS`::
+order of :data:`CASTS`::
 
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, ...}
 
@@ -13,7 +13,6 @@ A metric that does not apply is null. An empty table is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,9 @@ class Column:
     help: str
     label: str = ""
     format: str = "{}"
+    stage: str = ""
+    unit: str = ""
+    area: str = ""
 
     def text(self, row: Row) -> str:
         """Return the label and the row's value as the console prints them."""
@@ -55,12 +57,15 @@ def _columns(table: Row) -> dict[str, Column]:
 
 
 _DATA = load_data("columns", "runs")
-METRICS = {name: _columns(table) for name, table in _DATA.pop("metrics").items()}
-"""The entries of the lists of each table of a ``gauges.jsonl`` row, in order."""
+CASTS = _columns(_DATA.pop("casts"))
+"""The entries of the lists in a row of ``gauges.jsonl``, in order."""
+HASHED = _columns(_DATA.pop("hashed"))
+"""The kinds of tensors in a row of ``fingerprints.jsonl``."""
 TABLES = {kind: _columns(table) for kind, table in _DATA.items()}
 """The columns of each file, by the file's stem."""
 STEP = TABLES["steps"]
 EVAL = TABLES["evals"]
+GAUGES = TABLES["gauges"]
 SUMMARY = TABLES["summary"]
 
 
@@ -75,19 +80,6 @@ def number(value: Any) -> float | None:
         return float(value) if isinstance(value, (int, float)) else None
     except OverflowError:  # a whole number beyond every float
         return None
-
-
-def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]]:
-    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by
-    name.
-
-    Example:
-        >>> list(gauge_metrics({"step": 1, "attention": {"w": [1.25]}}))
-        [('attention', 'w', {'max_logit': 1.25})]
-    """
-    for table, names in METRICS.items():
-        for name, values in (row.get(table) or {}).items():
-            yield table, name, dict(zip(names, map(number, values or ()), strict=False))
 
 
 def numbers_of(kind: str, row: Row) -> dict[str, float]:

@@ -1,0 +1,162 @@
+"""The one table of columns: what laws declare is what they read, and no sentence claims more."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from measuring.test_laws import CASES
+from measuring.test_two_runs import make_run
+from narrowgauge.measuring.diagnose import UNREAD
+from narrowgauge.measuring.laws import RULES, Laws
+from narrowgauge.measuring.reading import STAGES
+from narrowgauge.measuring.step import COLUMNS, Rule, Step
+from narrowgauge.measuring.step_row import columns_of
+from narrowgauge.measuring.two_runs import UNLIKE, TwoRuns
+from narrowgauge.runs.foreign_logs import NAMES
+from narrowgauge.runs.record import Run, read_run
+
+OF_NO_LAW = {"noise", "lost_fraction", "lost_decay", "imprecision_share"}
+"""Columns that are high in healthy runs: of stochastic rounding, and of weights that barely move."""
+SILENT_AT_NAN = {"throughput", "loss scales", "use of the device"}
+
+
+def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
+    for name, column in COLUMNS.items():
+        if name != "step":
+            assert column.stage in STAGES and column.unit, name
+    declared = {name for rule in RULES for name in rule.needs | rule.also}
+    judged = {name for name, column in COLUMNS.items() if column.unit in UNREAD}
+    assert judged - declared == OF_NO_LAW
+    assert declared <= COLUMNS.keys() and declared <= Step.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_law_reads_what_it_declares(rule: Rule) -> None:
+    read: set[str] = set()
+
+    class Watched(Step):
+        def __getattribute__(self, name: str) -> Any:
+            if name in Step.__dataclass_fields__:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    for steps, _, _ in CASES.values():
+        law = rule.law(lambda *args, **options: None)
+        next(law)
+        for step in steps:
+            law.send(Watched(**vars(step)))
+    assert read - {"step"} <= rule.needs | rule.also
+    assert rule.needs <= read
+
+
+def test_a_log_of_another_program_fills_what_a_law_reads(tmp_path: Path) -> None:
+    """Of each column that a log may have, each of its names arrives in a step."""
+    log = tmp_path / "log.csv"
+    for column, names in NAMES.items():
+        for name in names:
+            if column == "step" or "*" in name:
+                continue
+            log.write_text(f"step,{name}\n1,0.5\n")
+            run = read_run(log)
+            (step,) = map(Step.of, run.steps or run.evals)
+            assert getattr(step, column) == 0.5, name
+
+
+@pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.unit not in UNLIKE])
+def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name: str) -> None:
+    runs = make_run("a"), make_run("b")
+    for run, value in zip(runs, (0.2, 0.6), strict=True):
+        (run.evals if name == "val_loss" else run.steps)[:] = [{"step": 1, name: value}]
+    result = TwoRuns(*runs)
+    assert not result.is_rounding and result.readings[0].what == name, str(result)
+    assert result.readings[0].stage == COLUMNS[name].stage
+
+
+def test_no_setting_of_the_program_differs_where_rounding_is_told() -> None:
+    changed = {(2, "grad:layers.1"): 1 + 1e-6}
+    assert TwoRuns(make_run("a"), make_run("b", changed, machine={"num_threads": 1})).is_rounding
+    for table in ({"config": {"lr": 2e-3}}, {"optimizer": {"eps": 1e-4}}):
+        first = make_run(
+            "a", **{name: dict.fromkeys(values, 0.5) for name, values in table.items()}
+        )
+        assert not TwoRuns(first, make_run("b", changed, **table)).is_rounding
+
+
+def test_what_no_record_says_explains_nothing() -> None:
+    """Without a recorded format, or a count of tokens, no bound of rounding is known."""
+    unknown = [make_run(name, config={"recipe": ""}) for name in "ab"]
+    unknown[1].steps[2]["loss"] *= 1 + 1e-7
+    assert not TwoRuns(*unknown).is_rounding and "no bound" in str(TwoRuns(*unknown))
+    uncounted = [make_run(name, prints=False) for name in "ab"]
+    uncounted[1].steps[2]["loss"] *= 1 + 1e-7
+    assert not TwoRuns(*uncounted).is_rounding
+
+
+AREAS = {c.area: (n, c) for n, c in COLUMNS.items() if c.area and c.type == "number"}
+
+
+@pytest.mark.parametrize("area", sorted(AREAS.keys() - SILENT_AT_NAN))
+def test_what_was_looked_at_was_read(area: str) -> None:
+    """Of a record with one bad column nothing says that its area was looked at, and nothing found."""
+    name, column = AREAS[area]
+    bad = 0.2 if column.unit == "share" else math.nan
+    rows = [{"step": step, name: bad} for step in range(1, 50)]
+    run = Run(Path("run"), {}, *([[], rows] if name == "val_loss" else [rows, []]))
+    run.__dict__.update(gauges=[], fingerprints=[])
+    assert not ng.diagnose(run).ok
+
+
+def diagnosed(rows: list[dict[str, Any]], **run: Any) -> Any:
+    return ng.diagnose(Run(Path("run"), run, rows))
+
+
+def test_an_area_says_how_many_rows_showed_it() -> None:
+    """A watch may end, and an audit is one step of ten."""
+    rows = [{"step": step, "loss": 2.0, "skipped": False} for step in range(1, 31)]
+    for row in rows[:10]:
+        row |= {"arrived": 0.5, "kept": False}
+    for row in rows[9::10]:
+        row |= {"edq": 1.0, "edq_error": 0.01}
+    words = str(diagnosed(rows))
+    assert "gradients that reach the step (10 of 30 rows)" in words
+    assert "audits (3 of 30 rows)" in words and "losses," in words
+
+
+def test_what_a_run_could_not_have_had_is_not_named() -> None:
+    rows = [{"step": step, "loss": 2.0, "arrived": 0.5} for step in range(1, 31)]
+    assert "ranks" not in diagnosed(rows).unseen
+    two = {"machine": {"ranks": 2}}
+    assert "ranks" in diagnosed(rows, **two).unseen
+    for row in rows:
+        row |= {"apart": [], "unsummed": []}
+    assert "ranks" in diagnosed(rows, **two).areas, "a measured empty list was looked at"
+    assert "use of the device" not in diagnosed(rows).unseen
+    log = diagnosed(rows, source={"file": "log.csv"})
+    assert "use of the device" in log.unseen and "audits" not in log.unseen
+
+
+@pytest.mark.parametrize("storage", ["stochastic", "word", "naive"])
+def test_audits_of_a_random_rounding_are_not_accused(storage: str) -> None:
+    """At a small rate the EDQ of few elements is far from 1 by chance."""
+    for rate in (1e-7, 1e-5):
+        told: set[str] = set()
+        laws = Laws()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(32, 64).bfloat16()
+        optimizer = ng.AdamW(model.parameters(), lr=rate, storage=storage, audit_every=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(1, 31):
+                model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                readings = laws.read(Step.of({"step": step} | columns_of(model, optimizer)))
+                told.update(reading.what for reading in readings)
+        assert told == ({"stored-share"} if storage == "naive" else set())
