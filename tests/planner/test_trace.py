@@ -32,15 +32,16 @@ def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path: Path) ->
         event("sm90_xmma_gemm_bf16", 0, 50e4, "kernel"),
         event("ncclDevKernel_AllReduce", 60e4, 20e4, "kernel"),
         event("nobody_knows", 80e4, 10e4, "kernel"),
-        event("ProfilerStep#1", 0, 45e4, "user_annotation"),
-        event("ProfilerStep#2", 45e4, 45e4, "user_annotation"),
-        event("ProfilerStep#3", 90e4, 1, "user_annotation"),
     ]
+    for step in range(3):  # the time after the last kernel is not in the trace
+        start = step * 100e4
+        kernels += [{**row, "ts": row["ts"] + start} for row in kernels[:3] if step]
+        kernels.append(event(f"ProfilerStep#{step}", start, 100e4, "user_annotation"))
     path = written(tmp_path / "trace.json", kernels)
-    expected = {"matmuls": 0.25, "communication": 0.1, "gaps": 0.05,
-                "unrecognized: nobody_knows": 0.05}  # fmt: skip
+    expected = {"matmuls": 0.5, "communication": 0.2, "gaps": 0.2,
+                "unrecognized: nobody_knows": 0.1}  # fmt: skip
     assert seconds(path) == pytest.approx(expected)
-    assert "a step of 450 ms" in read_trace(path).title
+    assert "a step of 1,000 ms" in read_trace(path).title
     packed = tmp_path / "trace.json.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     plan = tmp_path / "plan.json"

@@ -43,6 +43,11 @@ def state(**changes: Any) -> str:
     return json.dumps(entries)
 
 
+def test_a_trainer_state_is_known_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "of-monday.json").write_text(state())
+    assert ng.read_run(tmp_path / "of-monday.json").steps == [{"step": 1, "loss": 2.0}]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [

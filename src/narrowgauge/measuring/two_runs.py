@@ -96,12 +96,12 @@ class TwoRuns(Readings):
     table.
 
     Attributes:
-        readings: of the first step that differs, the first difference beyond its rounding, else the
-            first. It expects the first run's value; its bound is what rounding explains.
-        is_rounding: the runs differ only within rounding, both round alike, and every recorded
-            number of that step agrees.
+        readings: what differs in the first step that differs, in the order of a step: all beyond
+            rounding, or else all. Each expects the first run's value; its bound is what rounding
+            explains.
+        is_rounding: nothing differs by more than rounding, both round alike, and no recorded setting of
+            the program differs.
         is_complete: both runs finished with equal hashes of the final weights.
-        factor: of all gradients of that step, second run over first, if they share one; else 1.
         settings: recorded settings, data and software that differ.
         verdict: the result in one sentence.
     """
@@ -112,7 +112,6 @@ class TwoRuns(Readings):
         if first.path.name == second.path.name:
             self.names = [str(first.path), str(second.path)]
         self.settings = settings_diff(first.run, second.run)
-        self.factor = 1.0
         self.is_rounding = False
         self.is_complete = False
         details: list[str] = []
@@ -120,10 +119,16 @@ class TwoRuns(Readings):
         there = _rows_of(second)
         steps = sorted(here.keys() & there.keys())
         units = _roundoff(first), _roundoff(second)
-        self._program = settings_diff(first.run, second.run, PROGRAM)
         for step in steps:
-            details = self._compare(step, here[step], there[step], units)
-            if self.readings:
+            entries = _entries(here[step], step), _entries(there[step], step)
+            u = None if None in units else max(filter(None, units))
+            differing = [*_differences(step, *entries, u)]
+            if differing:
+                beyond = [reading for reading in differing if not _is_within(reading)]
+                self.readings = beyond or differing
+                is_same_program = not settings_diff(first.run, second.run, PROGRAM)
+                self.is_rounding = not beyond and units[0] == units[1] and is_same_program
+                details = self._details(*entries, u)
                 break
             self.is_complete = "weights_fingerprint" in here[step].keys() & there[step].keys()
         self.verdict = self._verdict(sum(step > 0 for step in steps))
@@ -135,41 +140,18 @@ class TwoRuns(Readings):
             self.lines.append("No recorded setting differs.")
         self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
 
-    def _compare(
-        self, step: int, first: Row, second: Row, units: tuple[float | None, float | None]
+    def _details(
+        self, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
     ) -> list[str]:
-        """Compare the rows of a step; return sentences about its difference."""
-        here = _entries(first, step)
-        there = _entries(second, step)
-        u = None if None in units else max(filter(None, units))
-        readings = sorted(_differences(step, here, there, u), key=_is_within)
-        if not readings:
-            return []
-        self.readings = readings[:1]
-        at = readings[0]
+        """Return sentences about the first difference."""
+        at = self.readings[0]
         lines = []
         if at.what == "only-in-one-run":
             lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
         elif at.tensor:
             lines += _ranks(here[at.tensor], there[at.tensor])
-        self.factor = _factor(here, there)
-        if abs(self.factor - 1) > LEAST:
-            lines.append(
-                f"All gradients of {self.names[1]} are {self.factor:.6g} times the others."
-            )
-        beyond = [x for x in readings[1:] if not x.tensor and not _is_within(x)]
-        if beyond:
-            words = [
-                f"{x.what} {x.expected:.6g} and {x.value:.6g}"
-                for x in beyond
-                if x.value is not None and x.expected is not None
-            ]
-            lines.append(f"Other recorded numbers of the step differ: {', '.join(words)}.")
-        self.is_rounding = units[0] == units[1] and not self._program and _is_within(at)
         if u is None:
-            lines.append(
-                "No format of what both computed is recorded, so no bound of rounding is known."
-            )
+            lines.append("No format of the outputs is recorded, so no bound of rounding is known.")
         return lines
 
     def _verdict(self, number: int) -> str:
@@ -186,7 +168,7 @@ class TwoRuns(Readings):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
-        names = ("names", "verdict", "is_rounding", "factor", "settings")
+        names = ("names", "verdict", "is_rounding", "settings")
         return super().to_dict() | {name: getattr(self, name) for name in names}
 
 
@@ -246,16 +228,12 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
     return entries
 
 
-def _kinds(entries: Mapping[str, Entry]) -> set[str]:
-    """Return the kinds of recorded tensors."""
-    return {entry.name for key, entry in entries.items() if ":" in key}
-
-
 def _differences(
     step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
 ) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
-    shared = _kinds(here) & _kinds(there)
+    kinds = [{entry.name for entry in entries.values()} for entries in (here, there)]
+    shared = kinds[0] & kinds[1]
     entries = {**here, **there}
     for key in sorted(entries, key=lambda key: entries[key].place):
         entry = entries[key]
@@ -292,28 +270,16 @@ def _size(at: Reading) -> str:
     return f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
 
 
-def _ranks(here: Entry, there: Entry) -> Iterator[str]:
-    """Yield which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
+def _ranks(here: Entry, there: Entry) -> list[str]:
+    """Return which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
     one hash.
     """
-    for one, other in ((here, there), (there, here)):
-        for hashes in [one.hashes] * bool(one.hashes):
-            others = other.hashes or [int(other.bits)] * len(hashes)
-            ranks = []
-            for rank, (first, second) in enumerate(zip(hashes, others, strict=False)):
-                if first != second:
-                    ranks.append(str(rank))
-            if len(others) == len(hashes) > len(ranks):
-                yield f"Of {len(hashes)} ranks these differ there: {', '.join(ranks)}."
-                return
-
-
-def _factor(here: Mapping[str, Entry], there: Mapping[str, Entry]) -> float:
-    """Return the factor of all gradients, second over first, if they share one; else 1."""
-    ratios = []
-    for key, entry in here.items():
-        if entry.name == "grad" and key in there and entry.value:
-            ratios.append((there[key].value or 0.0) / entry.value)
-    if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
-        return 1.0
-    return float(ratios[0])
+    count = max(len(here.hashes), len(there.hashes))
+    first = here.hashes or [int(here.bits)] * count
+    second = there.hashes or [int(there.bits)] * count
+    if not count or len(first) != len(second):
+        return []
+    ranks = [str(rank) for rank in range(count) if first[rank] != second[rank]]
+    if len(ranks) == count:
+        return []
+    return [f"Of {count} ranks these differ there: {', '.join(ranks)}."]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -70,24 +72,39 @@ def _load(path: Path) -> Any:
 
 
 def _seconds(events: Any) -> dict[str, float]:
-    """Return the seconds of a step by group, the mean over devices."""
+    """Return the seconds of a step by group, the mean over devices: from the first kernel of the first
+    step to the first kernel of the last one, where there are several.
+    """
     kernels = sorted(
         (row for row in events if row.get("cat") in _KERNELS), key=lambda row: row["ts"]
     )
-    last = kernels[-1]["ts"]
-    steps = 0
+    starts = [row["ts"] for row in kernels]
+    end = starts[-1]
+    marks = []
     for row in events:
         is_mark = row.get("cat") == "user_annotation" and row["name"].startswith("ProfilerStep#")
-        steps += is_mark and row["ts"] <= last
+        if is_mark and row["ts"] <= end:
+            marks.append(row["ts"])
+    marks.sort()
+    first = 0.0
+    last = math.inf
+    if len(marks) > 1:  # the time after the last step is not in the trace
+        first = starts[bisect_left(starts, marks[0])]
+        last = starts[bisect_left(starts, marks[-1])]
     seconds: dict[str, float] = defaultdict(float)
     ends: dict[int, float] = {}
     for row in kernels:
         device = row["args"]["device"]
-        seconds["gaps"] += max(0.0, row["ts"] - ends.get(device, row["ts"]))
-        seconds[_group(row["name"])] += row["dur"]
-        ends[device] = max(ends.get(device, 0.0), row["ts"] + row["dur"])
+        if row["ts"] < first or ends.get(device, 0.0) >= last:
+            continue
+        begin = min(row["ts"], last)
+        seconds["gaps"] += max(0.0, begin - ends.get(device, begin))
+        ends[device] = max(ends.get(device, 0.0), begin)
+        if row["ts"] < last:
+            seconds[_group(row["name"])] += row["dur"]
+            ends[device] = max(ends[device], row["ts"] + row["dur"])
     for group in seconds:
-        seconds[group] *= 1e-6 / (steps or 1) / len(ends)
+        seconds[group] *= 1e-6 / max(1, len(marks) - 1) / len(ends)
     return seconds
 
 

@@ -45,14 +45,22 @@ def named(names: Iterable[str], column: str) -> str | None:
 
 
 def log_file(path: Path) -> Path | None:
-    """Return the log at a path: the file itself, or the one in a folder, which names the run.
+    """Return the log at a path: the file itself, known by its content, or the one in a folder, which
+    names the run.
 
     A folder may hold many tables, so none of them is its log.
     """
     if path.is_file():
-        is_known = path.name == _STATE or path.suffix.lower() == ".csv"
+        is_known = path.suffix.lower() == ".csv" or _is_state(path)
         return path if is_known else None
     return next(filter(Path.is_file, (path / _STATE, path / _METRICS)), None)
+
+
+def _is_state(file: Path) -> bool:
+    """Return whether a file is a ``trainer_state.json``, under any name."""
+    return file.name == _STATE or (
+        file.suffix.lower() == ".json" and b'"log_history"' in file.read_bytes()
+    )
 
 
 def is_log(path: Path) -> bool:
@@ -104,7 +112,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
 
 
 def _rows_of(file: Path) -> list[Row]:
-    if file.name == _STATE:
+    if _is_state(file):
         return list(json.loads(file.read_bytes())["log_history"])
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
