@@ -6,6 +6,7 @@ lists what the record shows, and what it does not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,9 @@ class Diagnosis(Readings):
         laws = Laws(ignored(run))
         readings = readings_of(run, laws)
         looked_at = laws.looked_at()
-        possible = areas_of(run)
-        self.areas = [area for area in possible if area in looked_at]
-        flags = {} if run.is_foreign else FLAGS
-        unseen = {area: flags.get(area, "") for area in possible if area not in looked_at}
-        for row in run.events:
-            if row["what"] == "unseen":
-                unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
-        for reading in readings:
-            if reading.severity == "note":
-                unseen[f"{reading.what} {reading.tensor}".rstrip()] = reading.text.rstrip(".")
+        self.areas = [area for area in areas_of(run) if area in looked_at]
         serious = [reading for reading in readings if reading.severity != "note"]
-        super().__init__(serious, unseen=unseen | OUTSIDE)
+        super().__init__(serious, unseen=_unseen(run, readings, looked_at))
         self.name = run.path.name or run.path.resolve().name
         self.is_finished = is_finished(run)
         rows = counted(len(run.steps), "row")
@@ -170,6 +162,21 @@ def areas_of(run: Run) -> list[str]:
         COLUMNS[name].area for row in (*run.steps, *run.evals) for name in row if name in COLUMNS
     }
     return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
+
+
+def _unseen(run: Run, readings: list[Reading], looked_at: Mapping[str, Area]) -> dict[str, str]:
+    """Return what was not looked at: areas, what the watch could not measure, and faults of a few steps,
+    which may be intended.
+    """
+    flags = {} if run.is_foreign else FLAGS
+    unseen = {area: flags.get(area, "") for area in areas_of(run) if area not in looked_at}
+    for row in run.events:
+        if row["what"] == "unseen":
+            unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
+    for reading in readings:
+        if reading.severity == "note":
+            unseen[f"{reading.what} {reading.tensor}".rstrip()] = reading.text.rstrip(".")
+    return unseen | OUTSIDE
 
 
 def _shown(area: str, seen: Area, run: Run) -> str:

@@ -114,36 +114,35 @@ class TwoRuns(Readings):
         self.settings = settings_diff(first.run, second.run)
         self.is_rounding = False
         self.is_complete = False
-        details: list[str] = []
+        self._is_same_program = not settings_diff(first.run, second.run, PROGRAM)
+        self._units = _roundoff(first), _roundoff(second)
         here = _rows_of(first)
         there = _rows_of(second)
         steps = sorted(here.keys() & there.keys())
-        units = _roundoff(first), _roundoff(second)
+        details: list[str] = []
         for step in steps:
-            entries = _entries(here[step], step), _entries(there[step], step)
-            u = None if None in units else max(filter(None, units))
-            differing = [*_differences(step, *entries, u)]
-            if differing:
-                beyond = [reading for reading in differing if not _is_within(reading)]
-                self.readings = beyond or differing
-                is_same_program = not settings_diff(first.run, second.run, PROGRAM)
-                self.is_rounding = not beyond and units[0] == units[1] and is_same_program
-                details = self._details(*entries, u)
+            details = self._compare(step, here[step], there[step])
+            if self.readings:
                 break
             self.is_complete = "weights_fingerprint" in here[step].keys() & there[step].keys()
         self.verdict = self._verdict(sum(step > 0 for step in steps))
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
-        if self.settings:
-            pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
-            self.lines.append(f"Recorded settings that differ: {told(pairs, 6)}.")
-        elif self.readings:
-            self.lines.append("No recorded setting differs.")
+        if self.settings or self.readings:
+            self.lines.append(_settings_in_words(self.settings))
         self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
 
-    def _details(
-        self, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
-    ) -> list[str]:
-        """Return sentences about the first difference."""
+    def _compare(self, step: int, first: Row, second: Row) -> list[str]:
+        """Compare the rows of a step; return sentences about its first difference."""
+        here = _entries(first, step)
+        there = _entries(second, step)
+        u = None if None in self._units else max(filter(None, self._units))
+        differing = [*_differences(step, here, there, u)]
+        beyond = [reading for reading in differing if not _is_within(reading)]
+        self.readings = beyond or differing
+        if not differing:
+            return []
+        is_alike = self._units[0] == self._units[1]
+        self.is_rounding = not beyond and is_alike and self._is_same_program
         at = self.readings[0]
         lines = []
         if at.what == "only-in-one-run":
@@ -268,6 +267,13 @@ def _size(at: Reading) -> str:
     if not at.expected or at.value is None or not math.isfinite(at.value):
         return ""
     return f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
+
+
+def _settings_in_words(settings: Mapping[str, tuple[str, str]]) -> str:
+    if not settings:
+        return "No recorded setting differs."
+    pairs = [f"{name} {a} and {b}" for name, (a, b) in settings.items()]
+    return f"Recorded settings that differ: {told(pairs, 6)}."
 
 
 def _ranks(here: Entry, there: Entry) -> list[str]:

@@ -79,13 +79,7 @@ def _seconds(events: Any) -> dict[str, float]:
         (row for row in events if row.get("cat") in _KERNELS), key=lambda row: row["ts"]
     )
     starts = [row["ts"] for row in kernels]
-    end = starts[-1]
-    marks = []
-    for row in events:
-        is_mark = row.get("cat") == "user_annotation" and row["name"].startswith("ProfilerStep#")
-        if is_mark and row["ts"] <= end:
-            marks.append(row["ts"])
-    marks.sort()
+    marks = _marks(events, starts[-1])
     first = 0.0
     last = math.inf
     if len(marks) > 1:  # the time after the last step is not in the trace
@@ -106,6 +100,16 @@ def _seconds(events: Any) -> dict[str, float]:
     for group in seconds:
         seconds[group] *= 1e-6 / max(1, len(marks) - 1) / len(ends)
     return seconds
+
+
+def _marks(events: Any, end: float) -> list[float]:
+    """Return when the host began each step, up to ``end``."""
+    marks = []
+    for row in events:
+        is_mark = row.get("cat") == "user_annotation" and row["name"].startswith("ProfilerStep#")
+        if is_mark and row["ts"] <= end:
+            marks.append(row["ts"])
+    return sorted(marks)
 
 
 def _group(name: str) -> str:
