@@ -6,27 +6,31 @@ extra bits of each, stochastically rounded, keep them moving. Weights are ~N(0, 
 0.1 N(0, 1) from a cycle of 50, lr 1e-5, beta2 0.999, 400 steps. The *error* is that of the stored
 weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is perfect, 1 a weight that never moved. The
 *rate* is ⟨moved, wanted⟩ / ‖wanted‖², the share of the learning rate that arrives.
-``--scale 0.02`` gives the weights the size that matrices of language models have, ``--gradients``
-gives the gradients another size: a norm of 1 over 8 billion weights is 1e-5 in each.
+``--gradients`` gives the gradients another size: a norm of 1 over 8 billion weights is 1e-5 in each.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
 (``_published_states.py``), and every optimizer of ``_peers.py``, over bfloat16 weights. A float16
 storage is fed the same numbers in float16, times a loss scale that brings them near 0.1.
 
-Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--quick]``; 40 seconds on 2 cores,
-without peers.
+Run: ``./dev bench stall [--gradients 1e-6] [--quick]``; two minutes on 2 cores, without peers. It
+tries weights of 1 and of 0.02, the size that matrices of language models have. With the default
+gradients it writes ``benchmarks/stall.jsonl``; a peer that is not installed keeps its record.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from _conditions import conditions, digests
 from _peers import PACKAGES, PEERS, Peer, bytes_held, reason
-from _published_states import CONTROLS, PUBLISHED, PublishedAdamW, PublishedStates
+from _published_states import PublishedAdamW, PublishedStates
+from _rows import FORMULAS
 from _timing import Row, begin, exit_by, parser, show
 from torch import Tensor, nn
 
@@ -36,6 +40,8 @@ from narrowgauge.spec.storages import STORAGES
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50
 LR = 1e-5
+SCALES = {"near 1": 1.0, "near 0.02": 0.02}
+FILE = Path(__file__).with_suffix(".jsonl")
 
 
 class Stall:
@@ -99,7 +105,7 @@ def our_row(case: Stall, storage: str) -> Row:
         optimizer.grad_scale = torch.tensor(loss_scale)  # as torch.amp.GradScaler passes it
         optimizer.step()
 
-    row = case.row(f"ours {storage}", weight, step, lambda: optimizer.stored(weight), loss_scale)
+    row = case.row(storage, weight, step, lambda: optimizer.stored(weight), loss_scale)
     reading = ng.audit(optimizer)["weight"]
     row |= {"EDQ": reading.edq, "noise": reading.noise, "lost": f"{reading.lost_fraction:.1%}"}
     return row | {"bytes per parameter": optimizer.bytes_per_param()}
@@ -109,7 +115,7 @@ def published_row(case: Stall, name: str, published: PublishedStates) -> Row:
     """Return the error of states that are kept by published formulas."""
     weight = nn.Parameter(case.start.clone())
     optimizer = PublishedAdamW([weight], published, lr=LR, **OPTIONS)
-    row = case.row(f"published {name}", weight, optimizer.step, lambda: optimizer.stored(weight))
+    row = case.row(name, weight, optimizer.step, lambda: optimizer.stored(weight))
     return row | {"bytes per parameter": published.bytes_per_param}
 
 
@@ -124,21 +130,49 @@ def peer_row(case: Stall, peer: Peer) -> Row:
     return row | {"bytes per parameter": bytes_held(optimizer)}
 
 
+def rows_of(case: Stall) -> list[Row]:
+    """Return the rows of all storages, published states and peers, by the names of trainings."""
+    rows = [our_row(case, name) for name in STORAGES]
+    rows += [published_row(case, *item) for item in FORMULAS.items()]
+    return rows + [peer_row(case, peer) for peer in PEERS]
+
+
+def write(tables: dict[str, list[Row]]) -> None:
+    """Write the error and the rate of each row, under the conditions of today; a row that was not
+    measured keeps its record.
+    """
+    records: dict[str, Row] = {}
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        records[record["row"]] = record
+    measured: dict[str, Row] = {}
+    for title, rows in tables.items():
+        for row in rows:
+            if "error" not in row:
+                continue
+            name = row[""]
+            record = {"row": name, "bytes": f"{row['bytes per parameter']:.2g}"} | conditions()
+            record = measured.setdefault(name, record | {"digests": digests(name, ())})
+            record |= {title: f"{row['error']:.1g}", f"{title} rate": row["rate"]}
+    text = "".join(json.dumps(record) + "\n" for record in (records | measured).values())
+    FILE.write_text(text, encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
-    flags.add_argument("--scale", type=float, default=1.0, help="of the weights (default 1)")
     flags.add_argument("--gradients", type=float, default=0.1, help="their size (default 0.1)")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore")
     begin("stall", options, peers=PACKAGES)
     side, steps = (64, 100) if options.quick else (256, 400)
-    case = Stall(side, steps, options.scale, options.gradients)
-    rows = [our_row(case, name) for name in STORAGES]
-    rows += [published_row(case, *item) for item in (PUBLISHED | CONTROLS).items()]
-    rows += [peer_row(case, peer) for peer in PEERS]
-    title = f"weights of {options.scale:g}, gradients of {options.gradients:g}"
-    show(f"error of the stored displacement, {title}, {steps} steps", rows)
+    tables = {}
+    for title, scale in SCALES.items():
+        tables[title] = rows_of(Stall(side, steps, scale, options.gradients))
+        what = f"weights of {scale:g}, gradients of {options.gradients:g}, {steps} steps"
+        show(f"error of the stored displacement, {what}", tables[title])
+    if not options.quick and options.gradients == flags.get_default("gradients"):
+        write(tables)
     return 0
 
 

@@ -1,20 +1,18 @@
 """Fill measured figures and tables into the pages, from ``evidence/`` and the records of benchmarks.
 
-A row of ``evidence/SECTION.jsonl`` is one claim: its figure, and what was measured when, where and
-how. A page cites it by its key; what stands between the two comments is written here::
+A row of ``evidence/SECTION.jsonl`` is one claim. Its figure, dates, machines and bits are those of the
+records of its runs, or stand in the row and are not tracked. A page cites it by its key; what stands between the two comments is written here::
 
     at <!-- evidence: naive -->+0.182 ± 0.041<!-- end --> nats
 
 A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
 runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
 
-    python docs/evidence.py                  write README, RESULTS, CLAIMS, docs/ and the planner's losses
-    python docs/evidence.py --measured KEY   these figures are of today
+    python docs/evidence.py     write README, RESULTS, CLAIMS, docs/ and the planner's losses
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -22,7 +20,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,11 +70,16 @@ def evidence() -> dict[str, Row]:
 # ── a cell: the figure of some runs ───────────────────────────────────────────────────────────────
 
 
+def fits(value: Any, wanted: Any) -> bool:
+    """Return whether a field has a value, or one of several."""
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
+
+
 def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row]:
     """Return the runs with these fields, with ``loss`` as it was after a step, or at the end."""
     matching = []
     for run in runs:
-        if all(run.get(name) == value for name, value in where.items()):
+        if all(fits(run.get(name), value) for name, value in where.items()):
             losses = run.get("losses", {})
             place = str(run.get("steps") if step is None else step)
             if step is None or place in losses:
@@ -211,13 +213,22 @@ def mean(runs: list[Row], field: str, form: str) -> str:
     return format(statistics.fmean(values), form) if values else "–"
 
 
+def range_of(runs: list[Row], field: str) -> str:
+    """Return the least and the greatest value of a field, or its text."""
+    values = [run[field] for run in runs if run.get(field) is not None]
+    if not values or isinstance(values[0], str):
+        return values[0] if values else "–"
+    ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
 def series(runs: list[Row], field: str) -> str:
-    """Return the field of each run that has it, behind the run's name."""
-    texts = []
+    """Return the field of the runs of each row that has it, behind the row's name."""
+    rows: dict[str, list[Row]] = {}
     for run in runs:
         if field in run:
-            texts.append(f"`{run['row']}` {run[field]}")
-    return ", ".join(texts)
+            rows.setdefault(run["row"], []).append(run)
+    return ", ".join(f"`{name}` {range_of(rows[name], field)}" for name in rows)
 
 
 def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
@@ -239,8 +250,8 @@ def cell(spec: Row) -> str:
     Args:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
-            compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
-            text of each run as a ``series``, the ``seeds``, the loss ``less`` the baseline's, their
+            compared with. What they ``show``: the ``text``, the ``mean`` or the ``range`` of a
+            ``field``, the range of each row as a ``series``, the ``seeds``, the loss ``less`` the baseline's, their
             ``equivalence``, the ``change`` from the first loss, how far it is ``ahead`` in 0.001
             nats, or how much of the baseline's fall is ``kept``; in a ``form``.
     """
@@ -250,6 +261,8 @@ def cell(spec: Row) -> str:
         return "–"
     if how == "text":
         return str(runs[0].get(spec["field"]) or "–")
+    if how == "range":
+        return range_of(runs, spec["field"])
     if how == "series":
         return series(runs, spec["field"])
     if how == "seeds":
@@ -388,19 +401,14 @@ def tracked(runs: Sequence[Row]) -> str:
 
 
 def measured(row: Row) -> str:
-    """Return when and where a figure was measured, and whether it has the bits of today: by the
-    records of its runs where it has some.
-    """
-    if "date" in row:
-        mark = "not tracked"
-        if row["holds"]:
-            mark = "" if is_of_today(row["holds"]) else "†"
-        return ", ".join(filter(None, [row["date"], row["machine"], mark]))
+    """Return when and where a figure was measured, and whether it has the bits of today."""
+    if "cell" not in row:
+        return f"{row['measured']}, not tracked"
     runs, paired = runs_of(row["cell"])
     runs = runs + [base for _, base in paired]
-    dates = sorted({run["date"] for run in runs if "date" in run})
-    machines = sorted({short(run["processor"]) for run in runs if "processor" in run})
-    when = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "not recorded"
+    dates = sorted({run["date"] for run in runs})
+    machines = sorted({short(run["processor"]) for run in runs})
+    when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
     return ", ".join(filter(None, [when, *machines, tracked(runs)]))
 
 
@@ -439,22 +447,7 @@ def pages() -> list[Path]:
     return [*markdown_pages, ROOT / "src/narrowgauge/planner/data/losses.toml"]
 
 
-def measured_today(keys: Sequence[str]) -> None:
-    """Date rows of the evidence, and take today's digests of what their figures hold on."""
-    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
-        lines = []
-        for row in lines_of(f"evidence/{path.name}"):
-            if row["key"] in keys:
-                row["date"] = date.today().isoformat()
-                row["holds"] = {name: digest(name) for name in row.get("holds", {})}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        path.write_text("".join(lines), encoding="utf-8")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write figures and tables into the pages.")
-    parser.add_argument("--measured", nargs="+", default=[], metavar="KEY")
-    measured_today(parser.parse_args().measured)
     for page in pages():
         text = page.read_text(encoding="utf-8")
         page.write_text(filled(text), encoding="utf-8")
