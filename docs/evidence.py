@@ -1,7 +1,8 @@
 """Fill measured figures and tables into the pages, from ``evidence/`` and the records of benchmarks.
 
-A row of ``evidence/SECTION.jsonl`` is one claim. Its figure, dates, machines and bits are those of the
-records of its runs, or stand in the row and are not tracked. A page cites it by its key; what stands between the two comments is written here::
+A row of ``evidence/SECTION.jsonl`` is one claim. Its figure, dates, machines and bits are those of
+the records of its runs, or stand in the row and are not tracked. A page cites it by its key; what
+stands between the two comments is written here::
 
     at <!-- evidence: naive -->+0.182 ± 0.041<!-- end --> nats
 
