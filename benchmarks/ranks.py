@@ -2,12 +2,13 @@
 
 Claim: whole steps with ``reproducible`` take at most 1.05 × the time of PyTorch's own sums, sharded
 by FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10 assignments of 12 micro-batches to 1, 2,
-3, 4 and 6 ranks end in one model, where plain DDP and FSDP2 end in several.
+3, 4 and 6 ranks end in one model, where plain DDP and FSDP2 end in several. ``layouts`` times a step
+of llama-35m on 4 ranks: FSDP2 over 4, FSDP2 over 2 × tensor parallel over 2, tensor parallel over 4.
 
 Baseline: FSDP2 with float32 sums, or DDP, in the same run, round by round, on the same weights and
 tokens; it runs twice, and the ratio of the two says how quiet the machine was.
 
-Run: ``./dev bench ranks [--only models] [--quick]``. Ranks are processes of this machine with one
+Run: ``./dev bench ranks [--only models|time|layouts] [--quick]``. Ranks are processes of this machine with one
 thread each, and talk over gloo.
 """
 
@@ -28,8 +29,11 @@ import torch
 import torch.distributed as dist
 from _timing import Contender, Row, begin, measure, parser, show
 from torch import multiprocessing, nn
+from torch.distributed import tensor as placements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import parallel
+from torch.nn.functional import cross_entropy
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
@@ -128,6 +132,58 @@ def timed(case: Case, rounds: int) -> list[Row]:
     return measure(contenders, rounds=rounds, **settings)
 
 
+# ── layouts ───────────────────────────────────────────────────────────────────────────────────────
+
+LAYOUTS = {"shard 4": (4, 1), "shard 2 × tensor 2": (2, 2), "tensor 4": (1, 4)}
+"""Ranks of FSDP2, and tensor-parallel ranks."""
+WHOLE = placements.Replicate()
+COLUMN = parallel.ColwiseParallel()
+ROW = parallel.RowwiseParallel()
+TENSOR_PARALLEL = {
+    "model.embed_tokens": parallel.RowwiseParallel(input_layouts=WHOLE),
+    "lm_head": parallel.ColwiseParallel(
+        output_layouts=placements.Shard(-1), use_local_output=False
+    ),
+    "model.layers.*.self_attn.[qkv]_proj": COLUMN,
+    "model.layers.*.self_attn.o_proj": ROW,
+    "model.layers.*.mlp.gate_proj": COLUMN,
+    "model.layers.*.mlp.up_proj": COLUMN,
+    "model.layers.*.mlp.down_proj": ROW,
+}
+
+
+def layout_step(sharding: int, tensor: int, model_name: str) -> Callable[[], None]:
+    """Return a training step of four sequences, divided over the ranks of FSDP2."""
+    mesh = init_device_mesh("cpu", (sharding, tensor), mesh_dim_names=("shard", "tensor"))
+    model: Any = language_model.build(model_name, seed=0)
+    if tensor > 1:
+        parallel.parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
+    if sharding > 1:
+        shard(model, mesh["shard"])
+    optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage="float32")
+    torch.manual_seed(mesh.get_local_rank("shard"))
+    batch = torch.randint(model.config.vocab_size, (4 // sharding, 257))
+
+    def step() -> None:
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        with parallel.loss_parallel() if tensor > 1 else nullcontext():
+            cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def layouts_timed(model_name: str, rounds: int) -> list[Row]:
+    """Return the table of the layouts of one model."""
+    contenders = []
+    for name, ranks in LAYOUTS.items():
+        step = layout_step(*ranks, model_name)
+        contenders.append(Contender(name, step, before=dist.barrier))
+    settings: dict[str, Any] = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
+    return measure(contenders, rounds=rounds, **settings)
+
+
 # ── how many models ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -180,10 +236,10 @@ def final_models(kind: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the tables."""
     flags = parser(__doc__, rounds=4)
-    flags.add_argument("--only", choices=("models", "time"), help="one of the two tables")
+    flags.add_argument("--only", choices=("models", "time", "layouts"), help="one table")
     options = flags.parse_args(arguments)
     begin("ranks", options)
-    if options.only != "time":
+    if options.only in (None, "models"):
         rows: list[Row] = []
         for kind in ("DDP", "FSDP2", "reproducible"):
             models: list[str] = []
@@ -191,9 +247,13 @@ def main(arguments: Sequence[str]) -> int:
                 models += on_ranks(final_models, size, kind)
             rows.append({"": kind, "runs": len(models), "different models": len(set(models))})
         show(f"final models of {LEAVES} micro-batches on ranks", rows)
-    if options.only != "models" and not options.quick:
+    if options.only in (None, "time") and not options.quick:
         for case in CASES:
             show(str(case), on_ranks(timed, case.ranks, case, options.rounds))
+    if options.only in (None, "layouts"):
+        model = "llama-1m" if options.quick else "llama-35m"
+        rounds = 2 if options.quick else options.rounds
+        show(f"layouts of {model} on 4 ranks", on_ranks(layouts_timed, 4, model, rounds))
     return 0
 
 

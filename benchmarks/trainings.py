@@ -16,7 +16,7 @@ record of this processor, or of the GPU where there is one, with the digests of 
 ``--list`` prints which of them have a record. A run that is stopped leaves no record and starts anew.
 Settings are in :data:`SETTINGS`, rows in ``_rows.py``. A run of ``llama-1m`` takes one to five
 minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
-``--quick`` trains six steps and keeps nothing; ``--page`` draws README's picture.
+``--quick`` trains six steps and keeps nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
 
 FILE = Path(__file__).with_name("trainings.jsonl")
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "fine-tune.svg"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Record = dict[str, Any]
 
@@ -275,38 +274,6 @@ def outliers(model: nn.Module, blocks: Tensor) -> dict[str, float]:
     return figures
 
 
-# ── README's picture ──────────────────────────────────────────────────────────────────────────────
-
-SHOWN = (
-    ("torch.optim.AdamW", "torch AdamW bfloat16", "#d9480f"),
-    ("float32 master weights", "master", "#868e96"),
-    ("ng.AdamW", "word random", "#1c7ed6"),
-)
-"""Titles, rows and colors of curves."""
-
-
-def drawing() -> str:
-    """Return an SVG of the validation losses of SmolLM2's fine-tune, means over its seeds."""
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="14" viewBox="0 0 720 320">',
-        '<rect width="720" height="320" fill="white"/>',
-        '<text x="8" y="20">validation loss over 100 steps</text>',
-    ]
-    for title, row, color in SHOWN:
-        wanted = {"setting": "fine-tune", "model": SMOLLM2, "row": row, "lr": 2e-5}
-        runs = [run["losses"] for run in lines() if has(run, wanted)]
-        points = []
-        for step in map(int, runs[0]):
-            loss = statistics.fmean(run[str(step)] for run in runs)
-            x, y = 20 + 4.5 * step, 40 + 1600 * (2.41 - loss)
-            points.append(f"{x:.1f},{y:.1f}")
-        look = f'fill="none" stroke="{color}" stroke-width="2.5"'
-        parts.append(f'<polyline points="{" ".join(points)}" {look}/>')
-        place = f'x="{x + 8:.0f}" y="{y + 5:.0f}" fill="{color}"'
-        parts.append(f"<text {place}>{title} {loss:.3f}</text>")
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -374,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    flags.add_argument("setting", nargs="?", choices=[*SETTINGS, "equivalence"])
+    flags.add_argument("setting", choices=[*SETTINGS, "equivalence"])
     flags.add_argument("--row", nargs="+", default=["master", "word"])
     flags.add_argument("--lr", nargs="+", type=float, help="default: the setting's")
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -382,13 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--quick", action="store_true", help="six steps; nothing is kept")
     flags.add_argument("--list", action="store_true", help="print the runs that have no record")
-    flags.add_argument("--page", action="store_true", help="draw README's picture of the records")
     options = flags.parse_args(arguments)
-    if options.page:
-        IMAGE.write_text(drawing())
-        return 0
-    if options.setting is None:
-        flags.error("name a setting, or --page")
     warnings.simplefilter("ignore", EmulationNotice)
     torch.set_num_threads(options.threads)
     if options.setting == "equivalence":

@@ -15,7 +15,6 @@ runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -65,7 +64,10 @@ def sections() -> dict[str, list[Row]]:
 @cache
 def evidence() -> dict[str, Row]:
     """Return all rows by key."""
-    return {row["key"]: row for row in itertools.chain(*sections().values())}
+    rows = {}
+    for section in sections().values():
+        rows |= {row["key"]: row for row in section}
+    return rows
 
 
 # ── a cell: the figure of some runs ───────────────────────────────────────────────────────────────
@@ -162,27 +164,6 @@ def seeds_and_date(runs: list[Row]) -> tuple[int, str]:
     return len({run.get("seed") for run in runs}), max(run.get("date", "") for run in runs)
 
 
-def less(paired: Pairs) -> str:
-    """Return the interval over all machines, and that of each machine where two disagree.
-
-    Machines disagree if their means differ in sign, or by more than both half intervals. A machine
-    of one seed has no interval and is not asked.
-    """
-    machines = {}
-    for name in dict.fromkeys(run["processor"] for run, _ in paired):
-        losses = differences([pair for pair in paired if pair[0]["processor"] == name])
-        if len(losses) > 1 and all(map(math.isfinite, losses)):
-            machines[name] = losses
-    text = interval(differences(paired))
-    for first, second in itertools.combinations(machines.values(), 2):
-        means = statistics.fmean(first), statistics.fmean(second)
-        reach = half_interval(first) + half_interval(second)
-        if means[0] * means[1] < 0 or abs(means[0] - means[1]) > reach:
-            parts = [f"{short(name)} {interval(losses)}" for name, losses in machines.items()]
-            return f"{text}; {', '.join(parts)}"
-    return text
-
-
 def short(processor: str) -> str:
     """Return the vendor and the instruction set of a kind of processor."""
     own = processor.partition(",")[0].removeprefix("x86_64 ")
@@ -271,7 +252,7 @@ def cell(spec: Row) -> str:
     if how == "mean":
         text = mean(runs, spec["field"], spec["form"])
     elif how == "less":
-        text = less(paired)
+        text = interval(differences(paired))
     elif how == "equivalence":
         text = equivalence(paired)
     elif how == "change":

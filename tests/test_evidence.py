@@ -116,30 +116,6 @@ def test_equivalence_is_two_one_sided_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "elsewhere", "is_shown"),
-    [
-        ((0.1, 0.1), (0.3, 0.3), True),  # apart by more than both intervals
-        ((0.1, 0.1), (0.0, 0.4), False),
-        ((0.1, 0.1), (-0.4, 0.2), True),  # of another sign
-        ((0.1, 0.1), (-0.4,), False),  # without an interval
-    ],
-)
-def test_machines_that_disagree_stand_beside_the_pooled_mean(
-    here: tuple[float, ...], elsewhere: tuple[float, ...], is_shown: bool
-) -> None:
-    masters, words = [], []
-    for processor, losses in {"AVX2": here, "AVX512": elsewhere}.items():
-        for seed, loss in enumerate(losses):
-            masters.append(run_of("master", seed, 0.0, processor=processor))
-            words.append(run_of("word", seed, loss, processor=processor))
-    both = evidence.pairs(words, masters)
-    text = evidence.interval(evidence.differences(both))
-    if is_shown:
-        text += f"; AVX2 {evidence.interval(here)}, AVX512 {evidence.interval(elsewhere)}"
-    assert evidence.less(both) == text
-
-
-@pytest.mark.parametrize(
     ("values", "text"),
     [
         ([0.5], "+0.5000 (1 seed)"),
