@@ -153,7 +153,7 @@ def write(tables: dict[str, list[Row]]) -> None:
             name = row[""]
             record = {"row": name, "bytes": f"{row['bytes per parameter']:.2g}"} | conditions()
             record = measured.setdefault(name, record | {"digests": digests(name, ())})
-            record |= {title: f"{row['error']:.1g}", f"{title} rate": row["rate"]}
+            record |= {title: row["error"], f"{title} rate": row["rate"]}
     text = "".join(json.dumps(record) + "\n" for record in (records | measured).values())
     FILE.write_text(text, encoding="utf-8")
 
