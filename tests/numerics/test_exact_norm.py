@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.exact_sums import exact_squares
+from narrowgauge.numerics.exact_sums import (
+    WORDS,
+    Squares,
+    _digits,
+    _rounded_digits,
+    exact_squares,
+    rounded_total,
+)
 from narrowgauge.numerics.rounding import sqrt
-from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
+from narrowgauge.optim.norm import SquaresTable
+from oracles.exact_sums import exact_sum_of_squares, nearest_float
 from tensors import scalar_bits
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,32 +31,91 @@ def exact_norm(tensors: list[Tensor]) -> Tensor:
     return sqrt(exact_squares(tensors)).float()
 
 
-def wild(count: int, seed: int, dtype: torch.dtype = torch.float32, binades: float = 8.0) -> Tensor:
-    """Values of both signs whose magnitudes spread over many binades, so float sums of them do
-    depend on order.
+def hard_values(kind: int, size: int, seed: int) -> Tensor:
+    """Float32 values: ordinary, subnormal, largest, of all exponents, of any bits, or one huge one
+    among tiny ones.
     """
     g = torch.Generator().manual_seed(seed)
-    exponents = torch.randn(count, generator=g, dtype=torch.float64) * binades
-    return (torch.randn(count, generator=g, dtype=torch.float64) * exponents.exp2()).to(dtype)
+    x = torch.randn(size, generator=g)
+    if kind == 1:
+        x *= 1e-41
+    elif kind == 2:
+        x = torch.full((size,), torch.finfo(torch.float32).max)
+    elif kind == 3:
+        exponents = torch.randint(-149, 127, (size,), generator=g)
+        x = (x.double() * exponents.double().exp2()).float()
+    elif kind == 4:
+        bits = torch.randint(-(2**31), 2**31 - 1, (size,), generator=g)
+        x = bits.int().view(torch.float32)
+    elif kind == 5:
+        x *= 1e-41
+        x[seed % size] = 3e38
+    return x.nan_to_num(1.0, 2.0, -3.0)
+
+
+def assert_exact(tensors: list[Tensor], table: Squares | None = None) -> None:
+    expected = Fraction(0)
+    for tensor in tensors:
+        expected += exact_sum_of_squares(tensor.double().reshape(-1).tolist())
+    assert exact_squares(tensors, table).item() == nearest_float(expected)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_sum_of_squares_keeps_its_bound_against_fractions(dtype: torch.dtype) -> None:
-    for seed in range(6):
-        x = wild(400, seed, dtype, binades=2.0 if dtype == torch.float16 else 5.0 * (seed + 1))
-        x = x[torch.isfinite(x)]
-        values = x.double().tolist()
-        got = exact_sum([exact_squares([x]).item()])
-        assert abs(got - exact_sum_of_squares(values)) <= squares_bound(values)
+@pytest.mark.parametrize("kind", range(6))
+def test_the_sum_of_squares_is_the_fraction_rounded_once(kind: int, dtype: torch.dtype) -> None:
+    """By the definition and by the kernel, of pieces of the kernel and of their ends."""
+    table = SquaresTable(torch.device("cpu"))
+    for size in (1, 65, 4096, 4099):
+        x = hard_values(kind, size, seed=size).to(dtype).nan_to_num(1.0, 2.0, -3.0)
+        assert_exact([x])
+        assert_exact([x], table)
+        parts = [part.clone() for part in x.flip(0).split(size // 2 + 1)]
+        shifted = torch.cat([x[:1], x])[1:]
+        assert exact_squares(parts, table).item() == exact_squares([shifted], table).item()
 
 
-def test_sum_of_squares_is_exact_where_the_law_says_so() -> None:
-    integers = torch.arange(-1000.0, 1000.0)
-    assert exact_squares([integers]).item() == sum(k * k for k in range(-1000, 1000))
-    # 4,096 addends: 50 bits a grid, so 2^-60 lies on the second grid and would have vanished from
-    # the first.
-    values = torch.cat((torch.ones(1), torch.full((4095,), 2.0**-30)))
-    assert exact_squares([values]).item() == nearest_float(1 + exact_sum([4095 * 2.0**-60]))
+@pytest.mark.parametrize("mantissa", [0x7FFFFF, 0x3504F3, 1])
+def test_pieces_of_a_kernel_are_exact_at_the_ends_of_its_grids(mantissa: int) -> None:
+    table = SquaresTable(torch.device("cpu"))
+    for top in (1, 127, 254):
+        for span in (2, 22, 23, 24, 44, 45, 120):
+            if span >= top:
+                continue
+            bits = torch.full((4096,), (top - span) << 23 | mantissa, dtype=torch.int32)
+            for step in (4096, 2):
+                bits[::step] = top << 23 | mantissa
+                assert_exact([bits.view(torch.float32)], table)
+
+
+def test_ranks_add_the_words_of_their_parts() -> None:
+    x = hard_values(3, 5000, seed=1)
+    table = SquaresTable(torch.device("cpu"))
+    words = torch.zeros(WORDS, dtype=torch.int64)
+    for part in x.split([0, 7, 4096, 897]):
+        words += table.sums([((), [part])])[0]
+    assert rounded_total(words).item() == exact_squares([x]).item()
+
+
+def test_a_device_rounds_as_integers_do() -> None:
+    """Totals of all lengths, of long carries and of ties, as words that overlap."""
+    random = Random(1)
+    for _ in range(300):
+        length = random.randrange(1, 560)
+        tie = (random.getrandbits(53) | 1 << 52) * 2 + 1 << length
+        choices = [random.getrandbits(length), (1 << length) - 1, 1 << length]
+        choices += [tie + offset for offset in (-1, 0, 1)]
+        total = random.choice(choices)
+        words = torch.zeros(WORDS, dtype=torch.int64)
+        left = total
+        for place in range(WORDS - 2, -1, -13):
+            count = left >> 2 * max(0, place)
+            count = min(count, 2**60 - random.randrange(2))
+            words[place] += count
+            left -= count << 2 * place
+        words[0] += left
+        expected = total / 2**386
+        assert rounded_total(words).item() == expected
+        assert (_rounded_digits(_digits(words[:-1])).item() == expected) or total == 0
 
 
 @pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**-75, 1.0, 2.0**126])

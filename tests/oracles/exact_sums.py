@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from oracles.casting import exponent_of, single
+from oracles.casting import single
 
 
 def exact_sum(values: Iterable[float]) -> Fraction:
@@ -29,18 +29,6 @@ def nearest_float(value: Fraction) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-
-
-def squares_bound(values: Sequence[float]) -> Fraction:
-    """How far a two-grid sum of squares may be from the exact one: half a fine step an addend, and
-    two roundings.
-    """
-    largest = max(Fraction(value) ** 2 for value in values)
-    width = 63 - len(values).bit_length()
-    power = Fraction(2) ** (exponent_of(largest) + 1) if largest else Fraction(1)
-    return (
-        len(values) * power / Fraction(2) ** (2 * width + 1) + exact_sum_of_squares(values) / 2**52
-    )
 
 
 def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:

@@ -3,12 +3,10 @@
 Floating-point addition is not associative, integer addition is. So both sums count steps of a fixed
 grid.
 
-**The norm** reads values twice. The first pass finds the largest magnitude. The second writes each
-square as a whole number of steps of a coarse grid, and the remainder as steps of a fine grid. Both
-are summed in int64. The largest magnitude and the number ``n`` of values determine the grids, so
-that neither sum overflows. Ranks merge with one MAX and one SUM all-reduce. Let ``w = 63 -
-n.bit_length()`` (36 for a hundred million). The error of a square is at most ``2^(-2w)`` times the
-largest square.
+**The norm** is exact. A float32's square is a whole number below 2^48 times an even power of two.
+Word ``k`` of :data:`WORDS` int64 counts steps of 2^(2k - 386). A square adds its low 24 bits to one
+word and its high bits to the word twelve places on. Parts and ranks merge by one SUM of the words,
+in any order. 2^39 squares fit. The total is rounded once to float64.
 
 **The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them
 is exact. 53 bits are too few for float32's range, so a value is split into five float64 words,
@@ -28,11 +26,13 @@ it to *odd*: an odd float64 is not a tie.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
@@ -51,97 +51,116 @@ def largest_magnitude(x: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def grid_scales(largest: Tensor, count: int) -> Tensor:
-    """Return the multipliers of squares on the coarse grid and of remainders on the fine one:
-    float64 ``[2]``.
+WORDS = 315
+"""Counts of squares. The last is of infinities, and 2^32 times that of NaNs."""
+_LOW_BITS = (1 << 24) - 1
 
-    Let ``w = 63 - count.bit_length()``, and ``e`` the least with ``largest² < 2^e``. The scales are
-    ``2^(w-e)`` and ``2^w``, so ``count`` addends stay below 2^63. ``largest`` (float32, 0-d) and
-    ``count`` (1 … 2^40) are of all tensors and ranks.
 
-    Example:
-        >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
-        [51.0, 53.0]
+def add_squares_(words: Tensor, x: Tensor) -> None:
+    """Add the squares of values in bfloat16, float16 or float32 to the words."""
+    bits = x.float().view(torch.int32).long()
+    exponent = bits >> 23 & 255
+    fraction = bits & 0x7FFFFF
+    is_normal = (exponent > 0).long()
+    square = (fraction | is_normal << 23) ** 2
+    place = exponent.clamp(min=1) + 43
+    is_finite = exponent < 255
+    is_nan = (fraction != 0).long()
+    words.index_add_(0, place + 12, torch.where(is_finite, square >> 24, 0))
+    place = torch.where(is_finite, place, WORDS - 1)
+    words.index_add_(0, place, torch.where(is_finite, square & _LOW_BITS, 1 + (is_nan << 32)))
+
+
+def rounded_total(words: Tensor) -> Tensor:
+    """Return the sum of squares that words count, rounded once: float64 0-d, NaN or infinite if a
+    value is.
+
+    No word is negative. The host does not wait for a GPU.
     """
-    width = 63 - count.bit_length()
-    square = largest.double() * largest.double()
-    # The smallest positive float32 squares to 2^-298. Zero is treated the same.
-    exponent = (square.view(torch.int64) >> 52).clamp(min=1023 - 298) - 1022
-    bits = torch.stack([width + 1023 - exponent, torch.full_like(exponent, width + 1023)])
-    return (bits << 52).view(torch.float64)
+    if words.is_cpu:
+        return torch.tensor(_rounded_integer(words), dtype=torch.float64, device="cpu")
+    value = _rounded_digits(_digits(words[:-1]))
+    not_finite = words[-1]
+    value = torch.where(not_finite > 0, math.inf, value)
+    return torch.where(not_finite >> 32 > 0, math.nan, value)
 
 
-def steps_of_squares(x: Tensor, scales: Tensor) -> Tensor:
-    """Return each square in steps of the coarse grid, and its remainder in steps of the fine grid:
-    int64 ``[2, *x.shape]``.
+def _rounded_integer(words: Tensor) -> float:
+    """Return the total as the quotient of Python integers, which rounds once."""
+    counts = words.numpy()
+    if counts[-1]:
+        return math.nan if counts[-1] >> 32 else math.inf
+    total = 0
+    places = counts.nonzero()[0]
+    for place, count in zip(places.tolist(), counts[places].tolist(), strict=True):
+        total += count << 2 * place
+    return total / 2**386
 
-    Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are
-    meaningless but harmless.
-    """
-    # A float32's square is exact in float64. The product with a power of two and the remainder
-    # after rounding are exact too. So only the two written roundings round.
-    values = x.double()
-    scaled = values * values * scales[0]
-    coarse = scaled.round()
-    fine = ((scaled - coarse) * scales[1]).round()
-    return torch.stack([coarse, fine]).to(torch.int64)
+
+_DIGIT = (1 << 26) - 1
+"""The largest digit of 26 bits: of 13 words, each two bits on."""
+_BELOW = 4
+"""Zeros before the digits."""
+
+
+def _digits(counts: Tensor) -> Tensor:
+    """Return the digits of the sum that words count, the lowest first."""
+    rows = pad(counts, (0, -len(counts) % 13)).view(-1, 13)
+    shifts = 2 * torch.arange(13, device=counts.device)
+    digits = pad(torch.zeros_like(rows[:, 0]), (_BELOW, 3))
+    for place, part in enumerate((rows & _DIGIT, rows >> 26 & _DIGIT, rows >> 52), start=_BELOW):
+        digits[place : place + len(rows)] += (part << shifts).sum(1)
+    for _ in range(3):
+        digits = (digits & _DIGIT) + pad(digits >> 26, (1, -1))
+    # Now each is at most 2^26. A full digit passes on the carry of the digits below it.
+    place = torch.arange(len(digits), device=counts.device)
+    start = torch.where(digits != _DIGIT, place, 0).cummax(0).values
+    carries = (digits[start] > _DIGIT).long()
+    return (digits + pad(carries, (1, -1))) & _DIGIT
+
+
+def _rounded_digits(digits: Tensor) -> Tensor:
+    """Return the float64 nearest to a number of 26-bit digits: two exact parts, and one sum."""
+    place = torch.arange(len(digits), device=digits.device)
+    top = torch.where(digits > 0, place, _BELOW).amax()
+    first, second, third, fourth = digits[top - place[:4]]
+    is_below = ((place < top - 3) & (digits > 0)).any()
+    high = (first << 26) + second
+    low = (third << 26) + (fourth | is_below)
+    exponent = (top - 3 - _BELOW) * 26 - 386
+    unit = (exponent + 1023 << 52).view(torch.float64)
+    return (high.double() * 2.0**52 + low.double()) * unit
 
 
 class Squares:
-    """Read tensors twice: for the largest magnitude of groups, then for the sums of their squares."""
+    """Read tensors once, for the words of their squares."""
 
-    def __init__(self) -> None:
-        self._groups: list[list[Tensor]] = []
-
-    def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
-        """Return the largest magnitude of each group of :func:`by_group`, float32 0-d.
-
-        It is 0 for no values, and may be NaN.
-        """
-        self._groups = []
-        peaks = []
+    def sums(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> Tensor:
+        """Return the words of each group of :func:`by_group`, int64 ``[groups, WORDS]``."""
         first = next(tensor for _, members in groups for tensor in members)
-        zero = torch.zeros((), dtype=torch.float32, device=local_of(first).device)
-        for _, members in groups:
-            tensors = list(map(local_of, members))
-            self._groups.append(tensors)
-            peaks.append(torch.stack([zero, *map(largest_magnitude, tensors)]).amax())
-        return peaks
-
-    def sums(self, scales: Tensor) -> Tensor:
-        """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
-        totals = torch.zeros(len(self._groups), 2, dtype=torch.int64, device=scales.device)
-        for total, tensors in zip(totals, self._groups, strict=True):
-            for tensor in tensors:
-                for (chunk,) in flat_chunks(tensor):
-                    total += steps_of_squares(chunk, scales).sum(1)
+        totals = torch.zeros(len(groups), WORDS, dtype=torch.int64, device=local_of(first).device)
+        for words, (_, members) in zip(totals, groups, strict=True):
+            for tensor in members:
+                for (chunk,) in flat_chunks(local_of(tensor)):
+                    add_squares_(words, chunk.reshape(-1))
         return totals
 
 
 @torch.no_grad()
 def exact_squares(tensors: Sequence[Tensor], table: Squares | None = None) -> Tensor:
-    """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a
-    value is.
+    """Return the exact sum of squares of all tensors, at least one, rounded to float64, 0-d; NaN or
+    infinite if a value is.
 
     For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of
-    their meshes pass the same tensors in the same order. A ``table`` sums all by two
-    calls.
+    their meshes pass the same tensors in the same order. A ``table`` sums all by one call.
 
-    Cost: two reads of this rank's data, and two small messages.
+    Cost: one read of this rank's data, and one small message.
     """
     groups = by_group(tensors)
-    squares = table or Squares()
-    maxima = []
-    for (ranks, _), peak in zip(groups, squares.largest(groups), strict=True):
-        maxima.append(add_up(peak, ranks, "max"))
-    largest = torch.stack(maxima).amax()
-    scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
-    sums = []
-    for (ranks, _), part in zip(groups, squares.sums(scales), strict=True):
-        sums.append(add_up(part, ranks, "sum"))
-    coarse, fine = torch.stack(sums).sum(0).double()
-    total = (coarse + fine / scales[1]) / scales[0]
-    return torch.where(largest.isfinite(), total, largest.double())
+    parts = []
+    for (ranks, _), words in zip(groups, (table or Squares()).sums(groups), strict=True):
+        parts.append(add_up(words, ranks, "sum"))
+    return rounded_total(torch.stack(parts).sum(0))
 
 
 # ── elementwise ───────────────────────────────────────────────────────────────────────────────────

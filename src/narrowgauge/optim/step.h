@@ -925,40 +925,131 @@ template <class S, class R> struct Programs {
   }
 };
 
-// ── the norm of gradients: squares cut to two grids of integers, whose sums no order changes ─────
+// ── the norm of gradients: the exact sum of squares, as integers at fixed places ──────────────────
+// Word k counts steps of 2^(2k - 386). The last word counts infinities, and 2^32 times NaNs.
 
+constexpr int WORDS = 315, PIECE = 4096;
 typedef VECTOR(float, 2 * LANES) HalfFloats;
-struct Split { HalfFloats low, high; };
-struct Sums { int64_t coarse = 0, fine = 0; };
-// Of more than 2^12 elements in all: so the second scale is at most 2^50.
-template <class V> APART Sums squares_of(const char* p, int64_t count, double first, double second) {
-  const double shift = 0x1.8p52;  // below 2^51 a sum with it is a whole number, in its low bits
-  Longs coarse{}, fine{};
-  const auto add = [&](Doubles value) ALWAYS {
-    const Doubles scaled = value * value * first, sum = scaled + shift;
-    coarse += (Longs)sum;
-    fine += (Longs)((scaled - (sum - shift)) * second + shift);
+typedef VECTOR(int32_t, 2 * LANES) HalfInts;
+INLINE Doubles fused(Doubles a, Doubles b, Doubles c) {
+  return BY_LANES(AVX512(vfmaddpd, a, b, c, -1, 4), AVX2(vfmaddpd, a, b, c), (a * b + c));
+}
+INLINE Doubles doubles_of(HalfInts bits) {
+  const HalfFloats x = (HalfFloats)bits;
+  return BY_LANES(AVX512(cvtps2pd, x, Doubles{}, -1, 4), AVX2(cvtps2pd, x), __builtin_convertvector(x, Doubles));
+}
+INLINE double power_of_2(int64_t exponent) { return __builtin_bit_cast(double, (exponent + 1023) << 52); }
+INLINE void add_at(int64_t* word, int64_t x) { __atomic_fetch_add(word, x, __ATOMIC_RELAXED); }
+// The low 32 bits to a word and the others 16 words on, so that 2^31 counts fit.
+INLINE void add_count(int64_t* word, uint64_t count) {
+  add_at(word, count & 0xFFFFFFFF);
+  add_at(word + 16, count >> 32);
+}
+
+// Of at most 4,096 bfloat16 or float32 below 2^(top + 1). A sum with 2^(2 top + 2) is in whole steps of 2^(2 top - 50):
+// its bits count them. What that rounds away is exact, and sums of it are, in steps of 2^(2 top - 92). A third grid of
+// 2^(2 top - 134) is like it. All squares must be whole on the last of so many grids.
+template <class T, int GRIDS> APART void add_squares(const char* p, int64_t count, int top, int64_t* words) {
+  constexpr int EACH = LANES * 4 / sizeof(T);
+  const Doubles shift = power_of_2(2 * top + 2) - Doubles{};
+  const Doubles second = power_of_2(2 * top - 40) * 1.5 - Doubles{};
+  Longs steps[2]{};
+  Doubles rests[4]{}, lowest[4]{};
+  const auto add = [&](HalfInts bits, int k) ALWAYS {
+    const Doubles x = doubles_of(bits), sum = fused(x, x, shift);
+    steps[k % 2] += (Longs)sum;
+    if constexpr (GRIDS == 1) return;
+    const Doubles rest = fused(x, x, shift - sum), whole = GRIDS == 2 ? rest : (rest + second) - second;
+    rests[k] += whole;
+    if constexpr (GRIDS == 3) lowest[k] += rest - whole;
   };
-  alignas(64) char rest[4 * GROUP] = {};
+  alignas(64) char last[4 * LANES] = {};
+  for (int64_t at = 0; at < count; at += EACH) {
+    const char* q = p + sizeof(T) * at;
+    if (at + EACH > count) q = (const char*)memcpy(last, q, sizeof(T) * (count - at));
+    __builtin_prefetch(q + sizeof(T) * PIECE);
+    const HalfInts a = at_address<HalfInts>(q), b = at_address<HalfInts>(q + 2 * LANES);
+    if constexpr (sizeof(T) == 4) {
+      add(a, 0);
+      add(b, 1);
+    } else {
+      add(a << 16, 0);
+      add(a & UPPER, 1);
+      add(b << 16, 2);
+      add(b & UPPER, 3);
+    }
+  }
+  uint64_t whole = -(uint64_t)((count + EACH - 1) / EACH * EACH) * __builtin_bit_cast(uint64_t, shift[0]);
+  for (int k = 0; k < LANES / 2; k++) whole += steps[0][k] + steps[1][k];
+  // A grid lends 2^11 steps to the next, so that no count is negative: 2^53 steps there.
+  const int64_t lent = 1 << 11;
+  add_count(words + top + 168, whole - (GRIDS > 1 ? lent : 0));
+  const auto add_rests = [=](const Doubles* x, int place, int64_t extra) {
+    double sum = 0;
+    for (int k = 0; k < LANES / 2; k++) sum += x[0][k] + x[1][k] + x[2][k] + x[3][k];
+    add_count(words + place, (int64_t)(sum * power_of_2(386 - 2 * place)) + (lent << 42) - extra);
+  };
+  if (GRIDS > 1) add_rests(rests, top + 147, GRIDS > 2 ? lent : 0);
+  if (GRIDS > 2) add_rests(lowest, top + 126, 0);
+}
+
+// The largest magnitude, and the least that is not zero, less one.
+template <class T> struct Range { T largest = 0, before = -1; };
+template <class T> constexpr T ALL = (T)-1 >> 1;
+template <class T> APART Range<T> range_of(const char* p, int64_t count) {
+  Range<T> range;
+  for (int64_t at = 0; at < count; at++) {
+    const T x = at_address<T>(p + sizeof(T) * at) & ALL<T>, before = x - 1;
+    range.largest = x > range.largest ? x : range.largest;
+    range.before = before < range.before ? before : range.before;
+  }
+  return range;
+}
+template <class T> APART void split(const char* p, int64_t count, T least, char* upper, char* lower) {
+  for (int64_t at = 0; at < count; at++) {
+    const T x = at_address<T>(p + sizeof(T) * at);
+    const bool is_upper = (x & ALL<T>) >= least;
+    put(upper + sizeof(T) * at, (T)(is_upper ? x : 0));
+    put(lower + sizeof(T) * at, (T)(is_upper ? 0 : x));
+  }
+}
+// Of at most PIECE elements. What is too far below the largest waits for a sum of its own.
+template <class T> INLINE void add_piece(const char* p, int64_t count, int64_t* words) {
+  constexpr int MANTISSA_BITS = 8 * sizeof(T) - 9, MOST = 25 - MANTISSA_BITS;
+  alignas(64) char upper[sizeof(T) * PIECE], lower[sizeof(T) * PIECE];
+  while (true) {
+    const Range<T> range = range_of<T>(p, count);
+    const int largest = range.largest >> MANTISSA_BITS, end = (range.before + 1) >> MANTISSA_BITS;
+    if (!range.largest) return;
+    if (largest == 255) {
+      const bool is_nan = range.largest & ((1 << MANTISSA_BITS) - 1);
+      return add_at(words + WORDS - 1, is_nan ? (int64_t)1 << 32 : 1);
+    }
+    const int top = largest + !largest - 127, span = top + 127 - end - !end;
+    if (span <= MOST) return add_squares<T, 1>(p, count, top, words);
+    if (span <= MOST + 21) return add_squares<T, 2>(p, count, top, words);
+    if (span <= MOST + 42) return add_squares<T, 3>(p, count, top, words);
+    split<T>(p, count, (T)((largest - MOST - 42) << MANTISSA_BITS), upper, lower);
+    add_squares<T, 3>(upper, count, top, words);
+    p = lower;
+  }
+}
+INLINE void add_pieces(BFloat16, const char* p, int64_t count, int64_t* words) {
+  add_piece<uint16_t>(p, count, words);
+}
+INLINE void add_pieces(Float32, const char* p, int64_t count, int64_t* words) {
+  add_piece<uint32_t>(p, count, words);
+}
+INLINE void add_pieces(Float16, const char* p, int64_t count, int64_t* words) {
+  alignas(64) char floats[4 * (PIECE + GROUP)], last[2 * GROUP] = {};
   for (int64_t at = 0; at < count; at += GROUP) {
-    const char* q = p + V::BYTES * at;
-    if (at + GROUP > count) q = (const char*)memcpy(rest, q, V::BYTES * (count - at));
-    prefetch<V::BYTES>(q + 512);
-    const Group words = load<V::BYTES, V::BYTES == 2>(q);
-    const Split a = __builtin_bit_cast(Split, V::gradient(words.a));
-    const Split b = __builtin_bit_cast(Split, V::gradient(words.b));
-    add(__builtin_convertvector(a.low, Doubles));
-    add(__builtin_convertvector(a.high, Doubles));
-    add(__builtin_convertvector(b.low, Doubles));
-    add(__builtin_convertvector(b.high, Doubles));
+    const char* q = p + 2 * at;
+    if (at + GROUP > count) q = (const char*)memcpy(last, q, 2 * (count - at));
+    const Group x = load<2, true>(q);
+    put(floats + 4 * at, Float16::gradient(x.a));
+    put(floats + 4 * (at + LANES), Float16::gradient(x.b));
   }
-  const uint64_t shifts = (count + GROUP - 1) / GROUP * 4 * __builtin_bit_cast(uint64_t, shift);
-  Sums sums;
-  for (int k = 0; k < LANES / 2; k++) {
-    sums.coarse += coarse[k] - shifts;
-    sums.fine += fine[k] - shifts;
-  }
-  return sums;
+  add_piece<uint32_t>(floats, (count + GROUP - 1) / GROUP * GROUP, words);
 }
 
 // A row of the norm's table has two addresses, as that of a step: the second is of the gradient.
@@ -972,25 +1063,13 @@ INLINE void over_gradients(const int64_t* table, const int32_t* tiles, int64_t c
     else function(k, x, Float32{}, p + 4 * x.begin);
   });
 }
-INLINE void atomic_larger(int32_t* p, int32_t x) {
-  const int order = __ATOMIC_RELAXED;
-  int32_t now = __atomic_load_n(p, order);
-  while (now < x && !__atomic_compare_exchange_n(p, &now, x, false, order, order)) continue;
-}
-INLINE void largest_of(const int64_t* table, const int32_t* tiles, int64_t count, int32_t* peaks, int threads) {
+// Each slot holds the words of a part: additions to one address wait for each other.
+INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t count, int64_t* words, int64_t slots,
+                        int threads) {
   over_gradients(table, tiles, count, threads, [=](int64_t k, const Program& x, auto format, const char* p) {
-    typedef decltype(format) V;
-    atomic_larger(peaks + tiles[k], int_of(V::gradient(splat(peak_of<V>(p, x.span, false)))[0]));
-  });
-}
-// Partial sums: additions to one address wait for each other.
-INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t count, const double* scales,
-                        int64_t* sums, int64_t slots, int threads) {
-  over_gradients(table, tiles, count, threads, [=](int64_t k, const Program& x, auto format, const char* p) {
-    const Sums part = squares_of<decltype(format)>(p, x.span, scales[0], scales[1]);
-    int64_t* slot = sums + (x.size.number * slots + k % slots) * 2;
-    __atomic_fetch_add(slot, part.coarse, __ATOMIC_RELAXED);
-    __atomic_fetch_add(slot + 1, part.fine, __ATOMIC_RELAXED);
+    int64_t* const slot = words + (x.size.number * slots + k % slots) * WORDS;
+    for (int64_t at = 0; at < x.span; at += PIECE)
+      add_pieces(format, p + decltype(format)::BYTES * at, least(x.span - at, PIECE), slot);
   });
 }
 
@@ -1014,10 +1093,6 @@ INLINE void gather_elements(const int64_t* addresses, const int64_t* numbers, in
     gather_elements(addresses, numbers, count, places, out, bytes);                                \
   }
 #define EXPORT_NORM                                                                                \
-  extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \
-    largest_of(table, tiles, count, peaks, threads);                                               \
-  }                                                                                                \
-  extern "C" void squares(PROGRAMS, const double* scales, int64_t* sums, int64_t slots,            \
-                          int32_t threads) {                                                       \
-    sum_squares(table, tiles, count, scales, sums, slots, threads);                                \
+  extern "C" void squares(PROGRAMS, int64_t* words, int64_t slots, int32_t threads) {              \
+    sum_squares(table, tiles, count, words, slots, threads);                                       \
   }

@@ -181,5 +181,5 @@ def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
 
 @lru_cache(None)
 def norm_functions() -> ctypes.CDLL:
-    """Return a library with ``largest`` and ``squares``."""
-    return _library("EXPORT_NORM\n", largest="p", squares="ppl")
+    """Return a library with ``squares``."""
+    return _library("EXPORT_NORM\n", squares="pl")

@@ -22,8 +22,6 @@ SIZES = tl.constexpr(7)
 """Columns of the table after the addresses (:data:`narrowgauge.optim.table.SIZES`)."""
 SIGN = tl.constexpr(-(1 << 31))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-TO_WHOLE = tl.constexpr(1.5 * 2.0**52)
-"""A float64 that rounds off the bits below 1 of what is added to it, below 2^51."""
 
 # ── rounding ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -350,7 +348,7 @@ def step(table, tiles, numbers, control, row: tl.constexpr):
         walk((start, begin, size, block, False), sizes, numbers, control, row)
 
 
-# ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
+# ── the norm of gradients: the exact sum of squares, as integers at fixed places ──────────────────
 
 
 @triton.jit
@@ -365,21 +363,30 @@ def gradient_of(table, tiles):
 
 
 @triton.jit
-def largest(table, tiles, peaks):
-    x, _ = gradient_of(table, tiles)
-    peak = tl.reduce(int_of(peaks_of(x)), 0, larger_of)
-    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), peak)
+def add_counts(word, counts):
+    """Add the sum of counts: its low 32 bits to a word, and the others 16 words on."""
+    count = tl.reduce(tl.reduce(counts.to(tl.int64), 1, sum_of), 0, sum_of)
+    tl.atomic_add(word, count & 0xFFFFFFFF)
+    tl.atomic_add(word + 16, count >> 32)
 
 
 @triton.jit
-def squares(table, tiles, scales, sums, SLOTS: tl.constexpr):
+def squares(table, tiles, words, SLOTS: tl.constexpr, WORDS: tl.constexpr):
+    """Add squares on two grids. What is too far below the largest waits for a round of its own."""
     x, sizes = gradient_of(table, tiles)
-    x = x.to(tl.float64)
-    scaled_square = x * x * tl.load(scales)
-    whole = (scaled_square + TO_WHOLE) - TO_WHOLE
-    rest = (scaled_square - whole) * tl.load(scales + 1)
-    coarse = whole.to(tl.int64)
-    fine = ((rest + TO_WHOLE) - TO_WHOLE).to(tl.int64)
-    slot = sums + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * 2
-    tl.atomic_add(slot, tl.reduce(tl.reduce(coarse, 1, sum_of), 0, sum_of))
-    tl.atomic_add(slot + 1, tl.reduce(tl.reduce(fine, 1, sum_of), 0, sum_of))
+    slot = words + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * WORDS
+    bits = int_of(x) & MAGNITUDE
+    largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)
+    if largest >= 0x7F800000:
+        tl.atomic_add(slot + WORDS - 1, tl.where(largest > 0x7F800000, 1 << 32, 1).to(tl.int64))
+        largest = 0
+    while largest > 0:
+        top = tl.maximum(largest >> 23, 1)
+        is_near = bits >= tl.maximum(top - 23, 0) << 23
+        values = tl.where(is_near, float_of(bits), 0.0).to(tl.float64)
+        power = ((50 + 2 * 127 + 1023 - 2 * top).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+        steps = values * values * power
+        add_counts(slot + top + 41, tl.floor(steps))
+        add_counts(slot + top + 20, (steps - tl.floor(steps)) * 2.0**42)
+        bits = tl.where(is_near, 0, bits)
+        largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)
