@@ -20,7 +20,7 @@ import narrowgauge as ng
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import norm, proof, step_cpp, table
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.shown import step_text
+from narrowgauge.optim.step_cpp import step_text
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, triton
 from narrowgauge.torch_support import proof as proofs
@@ -261,15 +261,24 @@ def test_a_rule_of_the_users_own_is_compiled_and_has_the_bits_of_its_definition(
 
 FAULTS = {
     "a NaN keeps its payload": ("where(x != x, 0x7FC00000, int_of(x))", "int_of(x)", "exact"),
-    "a second moment is not held": ("smaller(int_of(x), 1)", "0", "word"),
-    "the sign of a NaN": ("bits & (bits + MANTISSA)", "bits", "compact"),
+    "a second moment is not held": ("held(code, int_of(x), 1 << DROP)", "code", "word"),
+    "the sign of a NaN": (
+        "larger(smaller(inside, last), -last)",
+        "smaller(larger(inside, -last), last)",
+        "compact",
+    ),
     "the hash of random bits": ("h ^ shifted_down(h, 15)", "h ^ (h >> 15)", "word"),
     "a low part that belongs": (
         "upper_where(is_own, nearest, Low::toward_zero(rest))",
         "nearest",
         "kahan",
     ),
-    "the sign of a zero": ("where_negative(sum ^ seen, seen, sum)", "sum", "exact"),
+    "the sign of a zero": (
+        "V::value(with_tail<(BITS + DROP <= V::BELOW)>(seen, tail))",
+        "V::value(seen + tail)",
+        "exact",
+    ),
+    "an infinite weight": ("IS_SAFE ? finite_or_zero(x.weight) : x.weight", "x.weight", "word"),
     "a frozen weight": ("where(old < INFINITE, next, old)", "next", "exact"),
     "the least scale of a block": ("larger(exponent, -112)", "larger(exponent, 0)", "compact"),
     "a root of another scale": (
@@ -296,19 +305,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_other_bits_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
-) -> None:
+def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Also a last bit, which shows in one of a thousand weights of 16 bits."""
     right, wrong, storage = FAULTS[fault]
-    text = step_cpp.STEP_H.read_text()
+    text = step_cpp.joined_files()
     assert right in text
-    faulty = tmp_path / "step.h"
-    faulty.write_text(text.replace(right, wrong))
+    faulty = text.replace(right, wrong)
     monkeypatch.setattr(proofs, "_reasons", {})
     step_cpp.functions.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(step_cpp, "STEP_H", faulty)
+        patch.setattr(step_cpp, "joined_files", lambda: faulty)
         with pytest.warns(UserWarning, match="other bits"):
             reason = proof.why_not(*kernel_of("adamw", storage), CPU)
     step_cpp.functions.cache_clear()
@@ -345,13 +351,11 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     assert proof.why_not(*kernel, CPU) == ""
 
 
-def test_a_step_is_shown_by_the_functions_that_it_names() -> None:
-    text = step_text("word")
-    assert "struct Tail" in text and "struct AdamW" in text and "struct Master" not in text
-    text = step_text("collage-plus")
-    assert "Pair grow(" in text and "struct Collage" in text and "struct Compensated" not in text
-    text = step_text("compact", "lion")
-    assert "struct Lion" in text and "struct AdamW" not in text
+def test_a_step_is_shown_by_its_types_and_the_files_that_define_them() -> None:
+    *files, struct = step_text("word").split("\n\n")
+    assert "Tail<BFloat16, 8, 8" in struct and "EXPORT_STEP(Row, AdamW)" in struct
+    assert all(Path(line[3:]).exists() for line in files[0].splitlines())
+    assert "EXPORT_STEP(Row, Lion)" in step_text("compact", "lion")
 
 
 @pytest.mark.parametrize(

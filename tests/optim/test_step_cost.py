@@ -47,7 +47,7 @@ def version() -> str:
 
 def assembly(storage: str, machine: str) -> list[str]:
     """Return the lines of the usual step: of gradients in the weight's format, without a beta of 0."""
-    text = step_cpp.STEP_H.read_text() + step_cpp.library_text(ADAMW, STORAGES[storage])
+    text = step_cpp.joined_files() + step_cpp.library_text(ADAMW, STORAGES[storage])
     flags = [flag for flag in cpp._FLAGS if flag != "-shared"] + cpp._TUNING
     command = ["g++", *flags, "-fopenmp", f"-march={machine}", "-S", "-o", "-", "-x", "c++", "-"]
     result = subprocess.run(command, input=text, capture_output=True, text=True, check=True)

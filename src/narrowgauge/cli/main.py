@@ -148,8 +148,9 @@ def show_recipe(name: str, as_json: bool) -> None:
 @click.argument("storage")
 @click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")
 def show_step(storage: str, rule: str) -> None:
-    """Print the functions that step a storage on a CPU. GPUs run optim/step_triton.py."""
-    from narrowgauge.optim.shown import step_text
+    """Print the C++ types of a storage, which step it on a CPU, and the files that define them. GPUs
+    run optim/step_triton.py."""
+    from narrowgauge.optim.step_cpp import step_text
 
     click.echo(step_text(storage, rule))
 

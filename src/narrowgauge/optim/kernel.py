@@ -1,7 +1,7 @@
 """The definition of a step: of many elements at once.
 
 :func:`advance` writes ``read -> rule -> write`` once, in tensor operations. It is the oracle of
-``step.h`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, it is compiled
+``cpp/`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, it is compiled
 (:mod:`narrowgauge.optim.definition`). An elementwise rule runs between reading and writing. Storages
 of Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices:
 :func:`average` averages the gradients before it, and the step writes its change.

@@ -1,7 +1,7 @@
 """The exact sum of squares of many tensors: one call, whatever the tensors and their dtypes.
 
 The definition is :mod:`narrowgauge.numerics.exact_sums`. The kernels stand beside the step, in
-``step.h`` and :mod:`narrowgauge.optim.step_triton`, and read the same table. Integers are added
+``cpp/norm.h`` and :mod:`narrowgauge.optim.step_triton`, and read the same table. Integers are added
 atomically: their sum does not depend on the order.
 """
 

@@ -1,7 +1,7 @@
-"""The step of all tensors on a CPU: what of ``step.h`` a (rule, storage) needs, and its functions.
+"""The step of all tensors on a CPU: the C++ of a (rule, storage), and its functions.
 
-``step.h`` has a struct for each code, weight and rule. A storage is a struct that names them, with
-the places of their fields (:func:`row_of`).
+The files of ``optim/cpp`` have a struct for each code, weight and rule. A storage is a struct that
+names them, with the places of their fields (:func:`row_of`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.optim.planes import Field, fields_of, planes_of, roles
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
+from narrowgauge.optim.validation import known_row
 from narrowgauge.spec.storages import VISIBLE, Storage
+from narrowgauge.spec.update_rules import refuse_pair
 from narrowgauge.torch_support.cpp import build
 from narrowgauge.torch_support.proof import CPP
 
 TILE = 8192
 """Elements that a program steps: 16 to 32 KB of each stream."""
-STEP_H = Path(__file__).with_name("step.h")
+FOLDER = Path(__file__).with_name("cpp")
+FILES = ("vectors.h", "codes.h", "rules.h", "walk.h", "norm.h")
+"""The files of the folder, in the order in which they are joined."""
 FORMATS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
 RULES: dict[AnyRule, str] = {
     elementwise.ADAMW: "AdamW",
@@ -54,7 +59,7 @@ class Row:
     """Hold the constants of a (rule, storage) in both languages.
 
     Attributes:
-        rule: the name of its struct in ``step.h``.
+        rule: the name of its struct in ``rules.h``.
         scalars: how many the rule has.
         is_given: whether the change is a stream, of a matrix rule.
         addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
@@ -83,6 +88,10 @@ def row_of(rule: AnyRule, storage: Storage) -> Row:
     fields = [fields_of(storage)[name] for name in roles(storage)]
     fields += [Field()] * (3 - len(fields))
     fields.append(fields_of(storage).get("exp_avg_sq_low", Field()))
+    # A kernel merges the fields of a plane from the lowest bit on.
+    for lower, upper in ((fields[0], fields[2]), (fields[2], fields[1]), (fields[0], fields[1])):
+        is_shared = lower.name and upper.name and lower.plane == upper.plane
+        assert not is_shared or lower.shift + lower.bits <= upper.shift
     is_given = isinstance(rule, MatrixRule)
     return Row(
         rule=struct_of(rule),
@@ -96,7 +105,7 @@ def row_of(rule: AnyRule, storage: Storage) -> Row:
     )
 
 
-# ── what is appended to step.h ────────────────────────────────────────────────────────────────────
+# ── the text of a library ─────────────────────────────────────────────────────────────────────────
 
 
 def _code(field: Field, bit: int) -> str:
@@ -132,7 +141,7 @@ def _weight(storage: Storage, visible: str, field: Field, bit: int) -> str:
 
 
 def library_text(rule: AnyRule, storage: Storage) -> str:
-    """Return what is appended to ``step.h``: the struct of a storage, with its format, weight and
+    """Return what is appended to the files: the struct of a storage, with its format, weight and
     codes, and the planes of their fields.
     """
     row = row_of(rule, storage)
@@ -158,16 +167,46 @@ EXPORT_STEP(Row, {struct})
 """
 
 
+def joined_files() -> str:
+    """Return the text that all libraries begin with."""
+    return "".join([(FOLDER / name).read_text(encoding="utf-8") for name in FILES])
+
+
+def step_text(storage: str, rule: str = "adamw") -> str:
+    """Return the struct of a storage and the places of the files that define its types.
+
+    Raises:
+        RecipeError: the storage or the rule is unknown, the rule does not support the storage, or
+            no kernel is written for it.
+    """
+    rules = {}
+    for known in RULES:
+        if isinstance(known, elementwise.Rule):
+            rules[known.name] = known
+    row = known_row(storage)
+    if rule not in rules:
+        raise RecipeError(f"Cannot show rule '{rule}'.", f"Choose one of {', '.join(rules)}.")
+    row = row.keeping(rules[rule].stored_states)
+    refuse_pair(rule, row, is_matrix=False, is_adamw=rule == "adamw")
+    if not has_kernel(rules[rule], row):
+        raise RecipeError(
+            f"Cannot show storage '{storage}' because no kernel is written for it: its definition "
+            "steps."
+        )
+    files = "\n".join([f"// {FOLDER / name}" for name in FILES])
+    return f"{files}\n\n{library_text(rules[rule], row)}"
+
+
 # ── its functions ─────────────────────────────────────────────────────────────────────────────────
 
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32}
 
 
 def _library(text: str, **signatures: str) -> ctypes.CDLL:
-    """Return a library of ``step.h`` and a text, unless this machine has done so before. The
-    arguments of its functions are the table and the programs, and then those of a signature.
+    """Return a library of the files and a text. Its functions take the table and the programs, and
+    then the arguments of a signature.
     """
-    library = build(STEP_H.read_text() + text)
+    library = build(joined_files() + text)
     for name, signature in signatures.items():
         getattr(library, name).argtypes = [TYPES[letter] for letter in f"ppl{signature}i"]
     return library

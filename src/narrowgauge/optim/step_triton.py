@@ -1,6 +1,6 @@
 """The step of all tensors on a GPU: each code, weight and rule, and one walk over the elements.
 
-It computes what ``step.h`` does, for weights in bfloat16 or float32 without a low part. A *program*
+It computes what ``cpp/`` does, for weights in bfloat16 or float32 without a low part. A *program*
 steps some blocks of 256 elements. Words stand at the bottom of 32-bit integers. ``div_rn`` and
 ``sqrt_rn`` round as on a CPU, and a launch fuses no multiply-add. Triton's interpreter runs this file
 on a CPU (:func:`narrowgauge.torch_support.triton.load`).

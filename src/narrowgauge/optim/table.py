@@ -1,6 +1,6 @@
 """One call for all tensors of a (rule, storage): the step on CPUs and GPUs.
 
-The kernel is ``step.h`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
+The kernel is ``cpp/`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
 :mod:`narrowgauge.optim.step_triton` on GPUs. Weights, gradients and states are read where they are:
 
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
