@@ -30,11 +30,11 @@ from narrowgauge.spec.significance import FEWEST_SPACINGS
 # ── updates ───────────────────────────────────────────────────────────────────────────────────────
 
 UPDATE_SUMS = (
-    "dd", "de", "ee", "nonzero", "lost", "unseen", "cc", "ct", "elements", "spacings"
+    "dd", "de", "ee", "nonzero", "lost", "unseen", "cc", "ct", "elements", "spacings", "at_end",
 )  # fmt: skip
 """The order of the sums of an update: D², D·E, E², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but
-V = 0. Then C² and C·T of its weight decay, the number of elements, and the sum of their decays in ulps
-of the stored weight.
+V = 0. Then C² and C·T of its weight decay, the number of elements, the sum of their decays in ulps
+of the stored weight, and the number of elements with a state at an end of its code's range.
 
 C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored
 change for D, minus the stored change for D − C at the same random bits.
@@ -60,7 +60,7 @@ def _ratio(part: Tensor, total: Tensor) -> Tensor:
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of sums ``[..., 10]`` by name, float64 ``[...]`` each.
+    """Return the metrics of sums ``[..., 11]`` by name, float64 ``[...]`` each.
 
     Add sums of steps or tensors first. A metric is NaN if nothing was intended: it can neither hide
     nor raise an alarm.

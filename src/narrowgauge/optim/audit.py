@@ -5,8 +5,9 @@ the rule's change with moments that no storage ever cuts, E the change of what i
 an audit sees what a storage rounds off the weight, and what it lost of the moments before.
 
 One step is noisy, and stalls come late. So an alarm reads a window of the last audits. It is raised
-when the upper end of a confidence interval of the tensor's EDQ is below the threshold. Each
-rank audits its own part of a sharded tensor.
+when the upper end of a confidence interval of the tensor's EDQ is below the threshold. A mean cannot
+see the end of a range: so an audit counts moments at the ends of their codes, and two audits with
+more than one of a hundred raise an alarm. Each rank audits its own part of a sharded tensor.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ FEWEST_EVENTS = 3
 """Audits of equal weight that a window is worth: of one alone there is no interval."""
 FEWEST_MOVED = 32
 """Elements that moved in a window of a stochastic storage, before a loss is more than chance."""
+MOST_AT_END = 0.01
+"""Moments at an end of their codes' range, before a tensor is told."""
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
 
@@ -67,7 +70,10 @@ class AuditedUpdates:
         num_events: audits of equal weight that the window is worth, by the sizes of D.
         num_moved: intended element changes that changed the stored value, over the window.
         last_step: the last audited step.
-        stalls: whether updates are lost, or too large, with statistical certainty.
+        at_end: fraction of elements with a moment at an end of its code's range, in all audits but
+            the worst of the window.
+        stalls: whether updates are lost, or too large, with statistical certainty, or moments lie
+            at an end of their range.
     """
 
     edq: float
@@ -80,6 +86,7 @@ class AuditedUpdates:
     num_events: float
     num_moved: float
     last_step: int
+    at_end: float
     stalls: bool
 
 
@@ -101,6 +108,8 @@ class Alarm:
     @property
     def message(self) -> str:
         """Return one line: the tensor, the loss, the remedy."""
+        if self.reading.at_end > MOST_AT_END:
+            return RANGE_MESSAGE.format(self, self.reading)
         return MESSAGE.format(self, self.reading)
 
 
@@ -108,6 +117,12 @@ MESSAGE = (
     "'{0.tensor}' stores {1.edq:.0%} of its update (EDQ {1.edq:.2f} ± {1.edq_error:.2f} over "
     "{1.num_audits} audited steps): storage '{0.storage}' rounds the rest away, or has not the range "
     "of its gradients. '{0.fallback}' would keep it."
+)
+
+RANGE_MESSAGE = (
+    "'{0.tensor}' has {1.at_end:.0%} of its moments at an end of the range of storage "
+    "'{0.storage}', in two audits: its steps have another size. Scale the loss, or use "
+    "'{0.fallback}'."
 )
 
 
@@ -120,12 +135,12 @@ def factors() -> Tensor:
 
 def read(windows: Tensor) -> dict[str, Tensor]:
     """Return the fields of :class:`AuditedUpdates` of windows: float64 ``UPDATE_SUMS`` and the step,
-    ``[windows, WINDOW, 11]``, zero where no step is yet.
+    ``[windows, WINDOW, 12]``, zero where no step is yet.
 
     Sum first, then divide. The delta method gives the error of the EDQ, a ratio of sums over the
     steps.
     """
-    dd, de, _, nonzero, lost, *_, steps = windows.unbind(2)
+    dd, de, _, nonzero, lost, *_, elements, _, at_end, steps = windows.unbind(2)
     total = dd.sum(1)
     metrics = update_metrics(windows[:, :, :-1].sum(1))
     edq = metrics["edq"]
@@ -135,6 +150,9 @@ def read(windows: Tensor) -> dict[str, Tensor]:
     num_events = total.square() / dd.square().sum(1)
     width = error * factors().to(error)[count]
     is_off = (edq + width < MIN_EDQ) | (edq - width > 1 / MIN_EDQ)
+    shares = at_end / elements.clamp(min=1)
+    second_largest = shares.topk(2, dim=1).values[:, 1]
+    stalls = is_off & (count >= FEWEST) & (num_events >= FEWEST_EVENTS)
     return {
         **metrics,
         "edq_error": error,
@@ -142,7 +160,8 @@ def read(windows: Tensor) -> dict[str, Tensor]:
         "num_events": num_events,
         "num_moved": (nonzero - lost).sum(1),
         "last_step": steps.amax(1).long(),
-        "stalls": is_off & (count >= FEWEST) & (num_events >= FEWEST_EVENTS),
+        "at_end": second_largest,
+        "stalls": stalls | (second_largest > MOST_AT_END),
     }
 
 
@@ -157,7 +176,7 @@ class Auditor:
 
     Attributes:
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
-            tensors, float64 ``[tensors, 10]``. They may still be in flight on a device.
+            tensors, float64 ``[tensors, 11]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
         windows: the last sums of each tensor, as :func:`read` takes them.
         places: those of the tensors in ``windows``. ``None`` stands for all together.
@@ -183,9 +202,7 @@ class Auditor:
             if is_audited or not numbers.kernel.is_matrix:
                 sample = self._samples.get(states[0].owner)
                 if sample is None or not sample.fits(states, is_audited):
-                    was_replaced = sample is not None and sample.was_replaced
                     sample = Sample(states)
-                    sample.was_replaced = was_replaced
                     self._samples[states[0].owner] = sample
                 sample.follow(states, numbers, is_audited)
                 self._followed.append((sample, states, numbers))
@@ -229,6 +246,7 @@ class Auditor:
                 # A stochastic storage stores rare updates on average, and a window may contain few.
                 is_rounded_at_random = storage.weight.rounding == "stochastic"
                 is_chance = is_rounded_at_random and metrics["num_moved"][number] < FEWEST_MOVED
+                is_chance &= bool(metrics["at_end"][number] <= MOST_AT_END)
                 if places[number] not in self._stalled and not is_chance:
                     self._stalled.add(places[number])
                     name = names_of().get(sample.owners[number], "")

@@ -304,6 +304,26 @@ def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
+def at_end(storage: Storage, lane: Lane, eps: float) -> Tensor:
+    """Return which elements have a state at an end of its code's window.
+
+    The first end is the smallest second moment that is held there, if it is above ``eps²``: a
+    smaller one changes no step. Elements without a gradient are not at that end.
+    """
+    result = torch.zeros_like(lane.visible, dtype=torch.bool)
+    for name, _ in storage.states:
+        field = fields_of(storage)[name]
+        code = field.code
+        if not code.is_window or code.scaled:
+            continue
+        last = (1 << code.magnitude_bits) - 1
+        bits = lane.words[field.plane - 1] >> field.shift & last
+        result |= bits == last
+        if code.hold and 2.0 ** (code.lowest - code.mantissa_bits) > eps**2:
+            result |= (bits == 1) & (lane.gradient != 0)
+    return result
+
+
 def write(
     storage: Storage,
     lane: Lane,

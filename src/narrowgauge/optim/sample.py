@@ -6,10 +6,8 @@ reads what is stored before and after it, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -53,16 +51,6 @@ def sample_of(numel: int, most: int, turn: int = 0) -> range:
     return range(first, first + count * stride, stride)
 
 
-def tensors_of(states: States) -> Iterable[Tensor]:
-    """Return the tensors of states."""
-    return chain.from_iterable(state.tensors.values() for state in states)
-
-
-def versions_of(states: States) -> list[tuple[ref[Tensor], int]]:
-    """Return the tensors of states, weakly, and their versions."""
-    return [(ref(tensor), tensor._version) for tensor in tensors_of(states)]
-
-
 def identities_of(states: States) -> list[tuple[int, torch.Size, torch.device]]:
     """Return what places in memory depend on."""
     identities = []
@@ -70,6 +58,15 @@ def identities_of(states: States) -> list[tuple[int, torch.Size, torch.device]]:
         tensor = state.parameter
         identities.append((id(state.owner), tensor.shape, tensor.device))
     return identities
+
+
+def version_of(states: States) -> int:
+    """Return how often scripts have written states in place. A step raises no version of them."""
+    total = 0
+    for state in states:
+        for tensor in state.tensors.values():
+            total += tensor._version
+    return total
 
 
 class Places:
@@ -144,7 +141,6 @@ class Sample:
     Attributes:
         owners, storage: the parameters, and where they are stored.
         places: of the elements.
-        was_replaced: whether a script had replaced a tensor before the last audit.
         step: the steps that the states have taken.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
@@ -154,14 +150,13 @@ class Sample:
         kernel = states[0].kernel
         self.owners = [state.owner for state in states]
         self._known = identities_of(states)
+        self._kernel = kernel
         self.storage = kernel.storage
         self.places = Places(states)
         self.lane: Lane | None = None
         self.change: Any = None
         self.step = states[0].step
-        self.was_replaced = False
-        # Weak references: a script may move states between two steps, to have their memory.
-        self._tensors = versions_of(states)
+        self._version = version_of(states)
         self._moments: list[Tensor] = []
         self._waiting: list[tuple[Tensor, Tensor, Numbers]] = []
         if isinstance(kernel.rule, Rule):
@@ -169,27 +164,15 @@ class Sample:
             self._moments = [codes.read_state(kernel.storage, lane, x) for x in kernel.rule.states]
 
     def fits(self, states: States, is_audited: bool) -> bool:
-        """Return whether the sample is of these states now.
+        """Return whether the sample is of these states, and has followed their last step.
 
-        Before an audit, compare their tensors, too. A step raises no version of them: what does, or
-        replaces one, is a script. One that replaces them before each audit moves them.
+        Before an audit, a script may not have written them, as ReLoRA prunes moments.
         """
         first = states[0]
-        if first.step != self.step or first.step % TURN == 0:
+        is_next = first.step == self.step and first.step % TURN > 0
+        if not is_next or first.kernel is not self._kernel or identities_of(states) != self._known:
             return False
-        if self._known != identities_of(states):
-            return False
-        if not is_audited:
-            return True
-        was_replaced = self.was_replaced
-        self.was_replaced = False
-        for (known, version), tensor in zip(self._tensors, tensors_of(states), strict=True):
-            if known() is not tensor:
-                self.was_replaced = True
-            elif version != tensor._version:
-                return False
-        self._tensors = versions_of(states)
-        return was_replaced or not self.was_replaced
+        return not is_audited or version_of(states) == self._version
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
         """Return what is stored now, with the scales of its blocks."""
@@ -265,6 +248,8 @@ class Sample:
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))
+        eps = dict(zip(rule.scalars, numbers.scalars, strict=True)).get("eps", 0.0)
+        terms.append(codes.at_end(storage, after, eps).double())
         lengths = to_device(self.places.counts, stored.device).repeat(len(terms), 1)
         # Without a check, which would wait for the device.
         sums = torch.segment_reduce(torch.stack(terms), "sum", lengths=lengths, axis=1, unsafe=True)
