@@ -67,7 +67,7 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None
     optimizer = ng.AdamW(model.named_parameters(), lr=1.0, weight_decay=0.3, storage="exact")
     weights = {p: optimizer.stored(p) for p in model.parameters()}
     state = theirs.state_dict()
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(
             {**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]}
         )
@@ -135,3 +135,95 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
     with pytest.raises(DataError, match="muon"):
         ng.to_torch_state(trained("word", ng.Muon, adjust_lr_fn="match_rms_adamw")[1])
+
+
+def torch_state(make: Any, **options: Any) -> dict[str, Any]:
+    """Return a state of an optimizer of torch's after one step."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    optimizer = make([weight], lr=1e-2, **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer.state_dict()  # type: ignore[no-any-return]
+
+
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "maximize": (ng.AdamW, torch.optim.AdamW, {"maximize": True}, "maximize"),
+    "amsgrad": (ng.AdamW, torch.optim.AdamW, {"amsgrad": True}, "amsgrad"),
+    "an L2 penalty": (ng.AdamW, torch.optim.Adam, {"weight_decay": 0.1}, "an L2 penalty"),
+    "a decoupled decay": (ng.Adam, torch.optim.AdamW, {"weight_decay": 0.1}, "is decoupled"),
+    "another rule": (ng.AdamW, torch.optim.SGD, {}, "momentum"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_whose_options_cannot_be_obeyed_is_refused(name: str) -> None:
+    ours, theirs, options, words = OTHERS[name]
+    optimizer = ours([nn.Parameter(torch.ones(8, 8))], storage="float32", lr=0.5)
+    with pytest.raises(RecipeError, match=words):
+        optimizer.load_state_dict(torch_state(theirs, **options))
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+    rate = {"lr": 1e-2, "weight_decay": 0.0}
+    ng.Adam([nn.Parameter(torch.ones(8, 8))], storage="float32").load_state_dict(
+        torch_state(torch.optim.Adam, fused=False, foreach=True)
+    )
+    plain = ng.SGD([nn.Parameter(torch.ones(8, 8))], storage="float32", momentum=0.9)
+    plain.load_state_dict(torch_state(torch.optim.SGD))
+    assert {key: plain.param_groups[0][key] for key in (*rate, "momentum")} == {
+        **rate,
+        "momentum": 0,
+    }
+
+
+@pytest.mark.parametrize("storage", ["float32", "exact", "torch"])
+def test_load_hooks_run_as_in_torch(storage: str) -> None:
+    """A pre hook sees the states, and may mend an old one; a post hook runs for any state."""
+    dtype = torch.bfloat16 if storage == "exact" else torch.float32
+    kept = "float32" if storage == "torch" else storage
+
+    def make() -> ng.AdamW:
+        return ng.AdamW([nn.Parameter(torch.ones(8, 8, dtype=dtype))], storage=kept)
+
+    before = make()
+    for p in before.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    before.step()
+    state = torch_state(torch.optim.AdamW) if storage == "torch" else before.state_dict()
+    calls: list[Any] = []
+
+    def mend(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append(sorted(state["state"]))
+        group = state["param_groups"][0]
+        entry = {**state["state"][0], "exp_avg": state["state"][0]["exp_avg"] * 0}
+        if storage != "torch":
+            group = {**group, "storage": kept}
+        return {"state": {0: entry}, "param_groups": [group]}
+
+    after = make()
+    after.register_load_state_dict_pre_hook(mend)
+    after.register_load_state_dict_post_hook(lambda optimizer: calls.append("post"))
+    old = {**state["param_groups"][0]}
+    if storage != "torch":
+        old["storage"] = "an old name"
+        del old["seed"], old["low_bits"]
+    after.load_state_dict({**state, "param_groups": [old]})
+    assert calls == [[0], "post"]
+    (weight,) = after.param_groups[0]["params"]
+    assert after.num_steps(weight) == 1 and not after.stored(weight, "exp_avg").any()
+    weight.grad = torch.ones_like(weight)
+    after.step()  # the seed that the state lacks is the default
+    assert after.param_groups[0]["seed"] == 0
+
+
+def test_groups_that_do_not_match_are_refused_in_torchs_words() -> None:
+    p = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
+    two: list[dict[str, Any]] = [{"params": p[:1]}, {"params": p[1:]}]
+    ways: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (ng.AdamW, {"storage": "float32"}),
+        (torch.optim.AdamW, {}),
+    )
+    for make, options in ways:
+        optimizer = ng.AdamW(p, storage="float32")
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict(make(two, **options).state_dict())
+        with pytest.raises(ValueError, match="match the size of"):
+            optimizer.load_state_dict(make(p[:1], **options).state_dict())

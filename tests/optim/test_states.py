@@ -55,7 +55,7 @@ def turned(optimizer: ng.Optimizer) -> None:
 REFUSED = {
     sparse: "sparse=False",
     turned: r"needs int32 of shape \(64, 80\)",
-    retyped: "nothing as 'exp_avg' .* needs float32",
+    retyped: "no 'exp_avg': .* needs float32",
 }
 
 
@@ -140,7 +140,7 @@ def test_an_unfit_state_is_refused_and_nothing_is_lost(
     words = f"storage 'naive' into an optimizer of storage '{storage}'"
     if how != "another storage":
         value = entries[place].pop(damaged)
-        words = f"nothing as '{damaged}'"
+        words = f"no '{damaged}'"
         if how == "shape":
             entries[place][damaged] = torch.zeros(3, dtype=value.dtype)
             words = "shape"

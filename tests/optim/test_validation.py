@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.validation import device_of_step
+from narrowgauge.optim.validation import HOW, NEVER, device_of_step
 from optim.pairs import PAIRS, RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -66,8 +66,7 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
 
 MOVED: dict[str, tuple[str, str, object, str]] = {
     "rank": ("galore", "rank", 2, "projector"),
-    "momentum": ("plain sgd", "momentum", 0.9, "nothing as 'momentum_buffer_bits'"),
-    "storage": ("adamw", "storage", "exact", "nothing as 'tail' .* in storage 'exact' needs int16"),
+    "storage": ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
 }
 
 
@@ -81,6 +80,42 @@ def test_options_that_need_other_states_are_refused(name: str) -> None:
     with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
     assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("storage", ["word", "exact", "compact", "kahan", "float32"])
+def test_a_momentum_set_after_the_first_step_begins_as_torchs(storage: str) -> None:
+    """Stored weights keep their bits when the buffers are made."""
+    ours = build("plain sgd", parameters(storage), storage)
+    theirs = torch.optim.SGD(
+        [nn.Parameter(p.detach().double()) for p in parameters(storage)], lr=0.5
+    )
+    for step in range(3):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["momentum"] = 0.9 if step else 0.0
+        take_steps(ours, range(step, step + 1))
+        for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.double()
+        theirs.step()
+    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+        assert torch.allclose(ours.stored(p).double(), q, atol=0.06)
+
+
+@pytest.mark.parametrize("make", [ng.AdamW, ng.Lion, ng.SGD])
+def test_what_torch_has_besides_is_ignored_or_refused_in_one_line(make: Any) -> None:
+    """As an argument, in a group, and in a loaded state."""
+    for name in HOW:
+        make([narrow(4, 6)], **{name: True})
+        make([{"params": [narrow(4, 6)], name: True}])
+    for name in NEVER:
+        make([narrow(4, 6)], **{name: False})
+        for group in ({name: True}, {}):
+            with pytest.raises(ng.errors.RecipeError, match=f"Cannot obey {name} = True"):
+                make([{"params": [narrow(4, 6)], **group}], **({} if group else {name: True}))
+    with pytest.raises(ng.errors.RecipeError, match=f"{make.__name__} has.*mean 'storage'"):
+        make([narrow(4, 6)], storge="word")
+    with pytest.raises(ng.errors.RecipeError, match="compile = 'yes'"):
+        make([narrow(4, 6)], compile="yes")
 
 
 WRONG: dict[str, Any] = {

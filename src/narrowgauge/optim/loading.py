@@ -15,11 +15,33 @@ from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.optim.pairing import Group, Kernels
+from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import State, check_tensor
 from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
-OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+
+def check_members(groups: list[Group], state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state of other groups than the optimizer's, with torch's sentences, or without the
+    numbers of its parameters.
+    """
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    keys: list[Any] = []
+    for theirs, ours in zip(saved, groups, strict=True):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                "optimizer's group"
+            )
+        keys += theirs["params"]
+    if state_dict["state"] and state_dict["state"].keys().isdisjoint(keys):
+        raise DataError(
+            "Cannot load a state whose keys are not numbers of its parameters.",
+            "Give the optimizer's state_dict().",
+        )
 
 
 def loaded_state(kernels: Kernels, group: Group, parameter: Tensor, entry: Group) -> State:
@@ -49,16 +71,19 @@ def loaded_state(kernels: Kernels, group: Group, parameter: Tensor, entry: Group
 
 
 def saved_states(
-    kernels: Kernels, groups: list[Group], state_dict: dict[str, Any]
-) -> tuple[dict[Tensor, State], dict[str, Any]]:
-    """Return the states of a ``state_dict``, and the rest of it, for PyTorch to load.
+    kernels: Kernels,
+    groups: list[Group],
+    defaults: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[Any, Any], list[Group]]:
+    """Return the states and groups of a ``state_dict`` with our parameters.
 
-    PyTorch would cast states to the dtype of their parameters.
+    Options that a group lacks are the defaults. Entries of other keys stay as they are.
     """
-    saved = copy.deepcopy(state_dict["param_groups"])
+    loaded: list[Group] = []
     # Keys are numbers, or names from a distributed checkpoint.
     members: dict[Any, tuple[Group, Tensor]] = {}
-    for theirs, ours in zip(saved, groups, strict=True):
+    for theirs, ours in zip(state_dict["param_groups"], groups, strict=True):
         if theirs["storage"] != ours["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of "
@@ -66,25 +91,41 @@ def saved_states(
                 "Build the optimizer with the storage of the state, or load "
                 "ng.to_torch_state(old), beside ng.full_weights(model, old).",
             )
-        check_options({**theirs, "params": ours["params"]}, kernels.rule)
+        options = {name: value for name, value in theirs.items() if name != "params"}
+        group = {**defaults, **copy.deepcopy(options), "params": ours["params"]}
+        if "param_names" in ours:
+            group.setdefault("param_names", ours["param_names"])
+        check_options(group, kernels.rule)
+        loaded.append(group)
         for key, parameter in zip(theirs["params"], ours["params"], strict=True):
-            members[key] = {**ours, **theirs}, parameter
-    states = {}
-    rest = {}
+            members[key] = {**ours, **group}, parameter
+    states: dict[Any, Any] = {}
     for key, entry in state_dict["state"].items():
         if key not in members:
-            rest[key] = entry
+            states[key] = entry
         elif entry:
             states[members[key][1]] = loaded_state(kernels, *members[key], entry)
-    return states, {"state": rest, "param_groups": saved}
+    return states, loaded
+
+
+def take_options(rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]) -> None:
+    """Take the options of another library's state, and ``initial_lr`` of a schedule."""
+    row = UPDATE_RULES.get(rule.name)
+    names = {"lr", "initial_lr", *(row.option_names if row else ())}
+    for ours, theirs in zip(groups, state_dict["param_groups"], strict=True):
+        ours.update({name: theirs[name] for name in names & theirs.keys()})
 
 
 def torch_states(
-    groups: list[Group], state_dict: Mapping[str, Any]
+    rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Tensor | int]]:
-    """Return the moments of a state of torch's Adam or AdamW, by the parameters of our groups."""
+    """Return the moments of a state of torch's Adam or AdamW, by the parameters of our groups.
+
+    Refuse options that the rule cannot obey.
+    """
     states: dict[Tensor, dict[str, Tensor | int]] = {}
     for ours, theirs in zip(groups, state_dict["param_groups"], strict=True):
+        check_options({**theirs, "params": ours["params"]}, rule)
         for parameter, key in zip(ours["params"], theirs["params"], strict=True):
             entry = state_dict["state"].get(key)
             if not entry:

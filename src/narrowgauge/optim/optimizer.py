@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import DataError, RecipeError
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
+from narrowgauge.optim.loading import check_members, saved_states, take_options, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
@@ -36,13 +38,14 @@ from narrowgauge.optim.parameter_formats import (
     refuse_shared_memory,
     round_in_place,
 )
+from narrowgauge.optim.rules.elementwise import PLAIN_SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State
 from narrowgauge.optim.step import Step
 from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.values import require_number
+from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Params = nn.Module | Iterable[Any]
@@ -83,6 +86,8 @@ class Optimizer(torch.optim.Optimizer):
         low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low
             bits that are known stay.
+        others: ``fused``, ``foreach``, ``capturable`` and ``differentiable``, which are ignored.
+            They say how ``torch.optim`` steps.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its
@@ -106,9 +111,13 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str = "word",
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
-        low_bits: str = "random",
+        low_bits: str = "random", **others: Any,
     ) -> None:  # fmt: skip
+        names = signature(type(self)).parameters.keys() | signature(Optimizer).parameters.keys()
+        unnamed = {"params", "rule", "defaults", "options", "others"}
+        validation.check_arguments(type(self), sorted(names - unnamed), others)
         validation.check_options(defaults, rule)
+        require_choice("compile", compile, (None, True, False))
         require_number("lr", defaults["lr"])
         require_number("audit_every", audit_every, is_whole=True)
         # Infinity never clips, but skips steps with a non-finite norm.
@@ -334,6 +343,20 @@ class Optimizer(torch.optim.Optimizer):
         if missing and fills:
             self._fill(group, missing)
 
+    def _add_buffers(self, group: Group, parameters: Iterable[Tensor]) -> None:
+        """Make the buffers of a momentum that was set after the first step, as torch's SGD does."""
+        plain = {**group, "momentum": 0}
+        for parameter in parameters:
+            state = self.state[parameter]
+            kernel = self.kernels.kernel_of(group, parameter)
+            if all(plane.name in state for plane in kernel.planes):
+                continue
+            weight = stored(self.kernels.local_part(plain, parameter, state), "weight")
+            new = self.kernels.new_state(group, parameter)
+            new["step"] = state["step"]
+            store_weight(self.kernels.local_part(group, parameter, new), weight)
+            self.state[parameter] = new
+
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
 
@@ -465,6 +488,8 @@ class Optimizer(torch.optim.Optimizer):
             gradients.append(gradient)
             members.append((parameter, gradient))
         self.make_missing(group, [parameter for parameter, _ in members])
+        if self.rule == PLAIN_SGD and group["momentum"]:
+            self._add_buffers(group, [parameter for parameter, _ in members])
         states = []
         for parameter, gradient in members:
             state = self.kernels.local_part(group, parameter, self.state[parameter])
@@ -514,29 +539,31 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict` without casts. A refused state changes nothing.
 
-        The state of another library's Adam or AdamW is taken too, with its rate, betas, eps and
-        decay.
+        The state of another library's Adam or AdamW is taken too, with its options. Hooks run as in
+        ``torch.optim``: a pre hook sees the states, and may replace them.
 
         Raises:
-            RecipeError: the state was saved from another storage or shape.
+            RecipeError: the state was saved from another storage or shape, or has an option that
+                the rule cannot obey.
             DataError: another library's state has no counterpart here.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
-        numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if state_dict["state"] and state_dict["state"].keys().isdisjoint(numbers):
-            raise DataError(
-                "Cannot load a state whose keys are not numbers of its parameters.",
-                "Give the optimizer's state_dict().",
-            )
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            mended = hook(self, state_dict)
+            if mended is not None:
+                state_dict = mended
+        check_members(self.param_groups, state_dict)
         if any("storage" not in group for group in state_dict["param_groups"]):
-            moments = torch_states(self.param_groups, state_dict)
+            moments = torch_states(self.rule, self.param_groups, state_dict)
             self.adopt({p: self.stored(p) for p in moments}, moments)
-            for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-                ours.update({name: theirs[name] for name in OPTIONS if name in theirs})
-            return
-        states, rest = saved_states(self.kernels, self.param_groups, state_dict)
-        super().load_state_dict(rest)
-        self.state.update(states)
+            take_options(self.rule, self.param_groups, state_dict)
+        else:
+            states, groups = saved_states(
+                self.kernels, self.param_groups, self.defaults, state_dict
+            )
+            self.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
+        for loaded in self._optimizer_load_state_dict_post_hooks.values():
+            loaded(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has. Hooks, audits and compiled steps are left out."""

@@ -83,11 +83,11 @@ def check_tensor(
     """Refuse a value that cannot be the local tensor ``name`` of a kernel's state."""
     if isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape:
         return
-    given = "nothing"
+    reason = f"it has no '{name}'"
     if isinstance(value, Tensor):
-        given = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+        reason = f"its '{name}' is {dtype_name(value.dtype)} of shape {tuple(value.shape)}"
     raise RecipeError(
-        f"Cannot use {given} as '{name}' of a state: rule '{kernel.rule.name}' in storage "
+        f"Cannot use a state because {reason}: rule '{kernel.rule.name}' in storage "
         f"'{kernel.storage.name}' needs {dtype_name(dtype)} of shape {tuple(shape)}.",
         "Set formats, shapes and options (storage, rule, rank, momentum) before the first step, and "
         "load states of the same ones. ng.to_torch_state(old) converts others.",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
@@ -28,6 +28,14 @@ from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.torch_support.torch_names import default_store, is_captured
+
+HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Options of ``torch.optim`` that say how to step, not what: they are ignored."""
+NEVER = {
+    "maximize": "Negate the loss: a step goes against the gradient.",
+    "amsgrad": "Leave it out: no storage keeps the largest second moment.",
+}
+"""Options of ``torch.optim`` that no rule obeys, and what to do instead."""
 
 
 def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
@@ -53,7 +61,15 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
     """
     value = group[name]
     row = UPDATE_RULES.get(rule.name)
-    if name == "lr":
+    if name in HOW:
+        return
+    if name in NEVER:
+        if value:
+            raise RecipeError(f"Cannot obey {name} = {value}.", NEVER[name])
+    elif name == "decoupled_weight_decay":
+        if group.get("weight_decay") and bool(value) != bool(rule.decay):
+            _refuse_decay(value, rule.name)
+    elif name == "lr":
         require_number(name, value, -math.inf, is_open=True)
     elif name == "seed":
         require_number(name, value, -math.inf, is_whole=True)
@@ -65,7 +81,7 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
         rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
         require_choice(name, value, rules)
         _check_vectors(group, rule)
-    elif name in ("amsgrad", "maximize", "max_grad_norm") and value:
+    elif name == "max_grad_norm" and value:
         raise RecipeError(
             f"Cannot set {name} = {value} in a param group.",
             "Leave it out: max_grad_norm= is the optimizer's, for all groups. With "
@@ -79,6 +95,30 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
             _check_nesterov(group)
     elif row is not None and value is not None and value is not False:
         _refuse_unknown(name, rule.name)
+
+
+def _refuse_decay(is_decoupled: bool, rule: str) -> None:
+    kinds = ("an L2 penalty", "decoupled from the gradient")
+    raise RecipeError(
+        f"Cannot load a state whose weight decay is {kinds[is_decoupled]}: that of rule '{rule}' is "
+        f"{kinds[not is_decoupled]}.",
+        "Use ng.AdamW for states of torch.optim.AdamW, and ng.Adam for those of torch.optim.Adam.",
+    )
+
+
+def check_arguments(owner: type, names: Iterable[str], others: Mapping[str, Any]) -> None:
+    """Refuse arguments that an optimizer does not have. ``names`` are those that it has.
+
+    What ``torch.optim`` has besides is ignored, or refused if it would change a step.
+    """
+    for name, value in others.items():
+        if name in NEVER and value:
+            raise RecipeError(f"Cannot obey {name} = {value}.", NEVER[name])
+        if name not in NEVER and name not in HOW:
+            raise RecipeError(
+                f"Cannot use {name} = {value!r}: {owner.__name__} has no such argument.",
+                suggestion_or_all(name, names),
+            )
 
 
 @lru_cache
