@@ -195,7 +195,7 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [{"params": [p], "lr": 0.1} for p in parameters("word", [(64, 64)] * 9)]
     optimizer = ng.AdamW(groups, storage="word", compile=True, max_grad_norm=1.0)
     take_steps(optimizer, range(2))
-    assert calls[-4:] == [9, 9, 9, 9]  # the first step proves its kernels
+    assert calls.count(9) == 4  # besides, the first step proves its kernels
 
 
 def test_where_no_library_is_the_definition_steps(

@@ -113,8 +113,8 @@ def _digits(counts: Tensor) -> Tensor:
     for _ in range(3):
         digits = (digits & _DIGIT) + pad(digits >> 26, (1, -1))
     # Now each is at most 2^26. A full digit passes on the carry of the digits below it.
-    place = torch.arange(len(digits), device=counts.device)
-    start = torch.where(digits != _DIGIT, place, 0).cummax(0).values
+    places = torch.arange(len(digits), device=counts.device)
+    start = torch.where(digits != _DIGIT, places, 0).cummax(0).values
     carries = (digits[start] > _DIGIT).long()
     return (digits + pad(carries, (1, -1))) & _DIGIT
 
@@ -129,7 +129,8 @@ def _rounded_digits(digits: Tensor) -> Tensor:
     low = (third << 26) + (fourth | is_below)
     exponent = (top - 3 - _BELOW) * 26 - 386
     unit = (exponent + 1023 << 52).view(torch.float64)
-    return (high.double() * 2.0**52 + low.double()) * unit
+    total: Tensor = (high.double() * 2.0**52 + low.double()) * unit
+    return total
 
 
 class Squares:

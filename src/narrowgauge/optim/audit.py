@@ -244,9 +244,10 @@ class Auditor:
                     self._stalled.discard(places[number])
                     continue
                 # A stochastic storage stores rare updates on average, and a window may contain few.
-                is_rounded_at_random = storage.weight.rounding == "stochastic"
-                is_chance = is_rounded_at_random and metrics["num_moved"][number] < FEWEST_MOVED
-                is_chance &= bool(metrics["at_end"][number] <= MOST_AT_END)
+                is_chance = False
+                if storage.weight.rounding == "stochastic":
+                    is_mean = metrics["at_end"][number] <= MOST_AT_END
+                    is_chance = bool(is_mean & (metrics["num_moved"][number] < FEWEST_MOVED))
                 if places[number] not in self._stalled and not is_chance:
                     self._stalled.add(places[number])
                     name = names_of().get(sample.owners[number], "")

@@ -38,6 +38,8 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     """Return whether a launch gives the bits of the definition, which runs on the CPU."""
     kernel = Kernel(rule, storage)
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
+    if rule.decay:  # an infinite weight less its decay would be NaN
+        scalars[rule.scalars.index(rule.decay)] *= -1.0
     control = torch.tensor([1.0, 0.0], dtype=torch.float32)
     numbers = Numbers(kernel, control, scalars, 12345)
     rows = MANY_ROWS
