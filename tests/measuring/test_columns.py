@@ -24,7 +24,6 @@ from narrowgauge.runs.record import Run, read_run
 
 OF_NO_LAW = {"noise", "lost_fraction", "lost_decay", "imprecision_share"}
 """Columns that are high in healthy runs: of stochastic rounding, and of weights that barely move."""
-SILENT_AT_NAN = {"throughput", "loss scales", "use of the device"}
 
 
 def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
@@ -99,18 +98,46 @@ def test_what_no_record_says_explains_nothing() -> None:
     assert not TwoRuns(*uncounted).is_rounding
 
 
-AREAS = {c.area: (n, c) for n, c in COLUMNS.items() if c.area and c.type == "number"}
+BAD: dict[str, Any] = {
+    "loss": math.nan, "val_loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "limit": math.nan, "arrived": 0.0,
+    "largest": math.inf, "edq": 0.2, "utilization": 0.2, "skipped": True, "kept": True, "stored": {"a": 0.2}, "apart": ["a"],
+    "unsummed": ["a"], "loss_scale": (2.0, 1024.0), "tokens_per_second": (1000.0, 10.0),
+}  # fmt: skip
+"""By column: a bad value, or the values before and from step 30."""
 
 
-@pytest.mark.parametrize("area", sorted(AREAS.keys() - SILENT_AT_NAN))
-def test_what_was_looked_at_was_read(area: str) -> None:
+@pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area and n != "casts"])
+def test_a_column_alone_makes_its_law_speak(name: str) -> None:
     """Of a record with one bad column nothing says that its area was looked at, and nothing found."""
-    name, column = AREAS[area]
-    bad = 0.2 if column.unit == "share" else math.nan
-    rows = [{"step": step, name: bad} for step in range(1, 50)]
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 101):
+        bad = BAD[name]
+        if isinstance(bad, tuple):
+            bad = bad[step >= 30]
+        rows.append({"step": step, name: bad})
     run = Run(Path("run"), {}, *([[], rows] if name == "val_loss" else [rows, []]))
     run.__dict__.update(gauges=[], fingerprints=[])
-    assert not ng.diagnose(run).ok
+    diagnosis = ng.diagnose(run)
+    assert not diagnosis.ok, diagnosis
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"limit": 1.0, "grad_norm": 6.0, "arrived": 0.38}, "clip-norm"),
+    ({"limit": 1.0, "grad_norm": 6.0, "arrived": 1.0}, ""),
+    ({"limit": 1.0, "grad_norm": 0.38, "arrived": 0.38}, ""),
+    ({"limit": 1.0, "grad_norm": math.inf, "arrived": 0.38, "skipped": True}, ""),
+    ({"loss": 2.5, "bad": ["a"], "skipped": False}, "nonfinite"),
+    ({"loss": 2.5, "bad": ["a"], "skipped": True}, ""),
+]
+"""Numbers of one row, and the reading where they contradict each other."""
+
+
+@pytest.mark.parametrize(("row", "kind"), CONTRADICTIONS)
+def test_two_numbers_of_a_row_that_contradict_each_other_are_told(
+    row: dict[str, Any], kind: str
+) -> None:
+    readings = Laws().read(Step.of({"step": 1} | row))
+    assert [reading.what for reading in readings] == [kind] * bool(kind)
 
 
 def diagnosed(rows: list[dict[str, Any]], **run: Any) -> Any:

@@ -33,7 +33,7 @@ from narrowgauge.measuring.passes import (
 from narrowgauge.measuring.places import add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Readings, words_of
+from narrowgauge.measuring.reading import Readings, of_all, words_of
 from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings, spread
 from narrowgauge.measuring.slope import compare_slope
 from narrowgauge.measuring.stored import add_stored
@@ -42,7 +42,6 @@ from narrowgauge.measuring.units import UNITS
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
-from narrowgauge.torch_support.torch_hooks import has_own_hooks
 
 PLACES = 3
 """Lines of places that round most, at most."""
@@ -134,11 +133,8 @@ def _compare(
     finite = Finite()
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
-        # A loop may step by hooks, with one pass a step.
-        if len(parts) == 1 and all(has_own_hooks(leaves[name]) for name in first.changed):
-            result.unseen["the gradient"] = "hooks step weights within the backward pass"
-        else:
-            result.add("step-order", first.changed, len(first.changed))
+        names = of_all(first.changed)
+        result.unseen["the gradient"] = f"{names} moved within the backward pass"
         return {}
     add_nonfinite(first, finite, result)
     ranks = all_ranks()

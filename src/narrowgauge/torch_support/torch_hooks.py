@@ -17,13 +17,6 @@ def members_of(*optimizers: torch.optim.Optimizer) -> list[Any]:
     return members
 
 
-def has_own_hooks(p: Any) -> bool:
-    """Return whether a loop's own hooks see the gradient of a parameter, and may change it."""
-    hooks = [*(p._backward_hooks or {}).values()]
-    hooks += [*(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
-    return not all(isinstance(hook, OwnHook) for hook in hooks)
-
-
 class OwnHook:
     """Hook a module or optimizer without entering its copies and pickles.
 
