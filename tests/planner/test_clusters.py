@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.machine import cluster_of, read_cluster
 from narrowgauge.planner.plan import plan
+from narrowgauge.spec.chips import get_chip
 
 
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
@@ -31,6 +33,8 @@ def test_chips_fill_whole_nodes() -> None:
         assert {chips: cluster_of(chip, chips).chips_per_node for chips in sizes} == sizes
     with pytest.raises(NarrowgaugeError, match="chips = 0"):
         cluster_of("H100-SXM", 0)
+    mine = replace(get_chip("H100-SXM"), name="mine", memory_gb=94.5)
+    assert plan("llama-8b", chip=mine, chips=8, recipes="bfloat16/word").best.fits
 
 
 def test_rotary_positions_go_on() -> None:

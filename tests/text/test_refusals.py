@@ -51,6 +51,7 @@ COMMANDS = [
     (f"{CHIP} --rule moun", "RecipeError|UsageError", "moun"),
     ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
     ("plan scaling 128:10d", "DataError", "two or more"),
+    ("plan scaling 128:10d,256:7d --at 0", "UsageError", "from 1 on"),
 ]  # fmt: skip
 
 

@@ -24,9 +24,12 @@ _WIDTHS = click.Choice([*FROZEN_BITS])
 def _counts(text: str) -> list[int]:
     """Parse whole numbers with commas between them."""
     try:
-        return list(map(int, text.split(",")))
+        counts = list(map(int, text.split(",")))
     except ValueError:
-        raise click.BadParameter(f"'{text}' is not a list of numbers, such as 8,16.") from None
+        counts = [0]
+    if min(counts) < 1:
+        raise click.BadParameter(f"'{text}' is not a list of numbers from 1 on, such as 8,16.")
+    return counts
 
 
 _COUNTS = flags.Parsed(_counts)
@@ -109,15 +112,17 @@ def run_command(as_json: bool, **asked: Any) -> None:
 def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     """Plan another run, corrected by RUN, which was measured. What is not said is RUN's.
 
-    RUN is a run folder, or a TOML file: model, chip, chips, sequence_length, recipes, layout,
-    program, tokens_per_second (of all chips), peak_gb; log = "trainer_state.json" reads the speed.
+    RUN is a run folder, a log (of torchtitan, trainer_state.json), or a TOML file: model, chip,
+    chips, sequence_length, recipes, layout, program, tokens_per_second (of all chips) or
+    tokens_per_second_per_chip, peak_gb; log and config name a log and torchtitan's configuration.
     Without a file, write these in quotes.
 
     \b
     narrowgauge plan next run.toml chips=128 sequence_length=16384
+    narrowgauge plan next "config=llama3_8b.toml log=train.log" chips=128
     narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
-    from narrowgauge.planner.next import read_measured, read_question
+    from narrowgauge.planner.measured_logs import read_measured, read_question
 
     measured = read_measured(run)
     answer = measured.next(**read_question(changes))

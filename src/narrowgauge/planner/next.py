@@ -1,5 +1,5 @@
-"""Tell one measured run, and get the next: of another size, length, batch, precision or number of
-chips.
+"""Plan the next run from one that was measured: of another size, length, batch, precision or number
+of chips.
 
 Two numbers of the measured run correct the plan of the next one::
 
@@ -8,40 +8,40 @@ Two numbers of the measured run correct the plan of the next one::
 
 Both are shrunk, because a part of every difference is the run's own. If nothing differs, the answer
 is what was measured. The numbers and the intervals are of pairs of published runs
-(``benchmarks/published_runs.py --next``).
+(``benchmarks/published_runs.py --next``). No pair crosses chips, programs, update rules, adapters or
+their base: there the plan stands as it is, without an interval.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
-from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
-from narrowgauge.planner.layouts import read_values
 from narrowgauge.planner.memory import outside_bytes
-from narrowgauge.planner.plan import machines_of, plan
-from narrowgauge.runs.record import read_run
-from narrowgauge.spec.chips import CHIPS
+from narrowgauge.planner.plan import listed, machines_of, plan
 from narrowgauge.spec.tables import Row
-from narrowgauge.spec.toml import read_file
 from narrowgauge.spec.values import require_number
 
 TRUST = 0.8
 HALF = 0.5
 SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
-_TRUSTS = {SAME: 1.0, BEYOND: 0.0}
+OTHER = "another chip, program, rule or training: no interval"
+_TRUSTS = {SAME: 1.0, BEYOND: 0.0, OTHER: 0.0}
 _SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
-_NUMBERS = ("chips", "sequence_length", "tokens_per_step", "tokens_per_second", "peak_gb", "lora")
-_ADVICE = (
-    "Name a run folder or a TOML file, or write the run in quotes: "
-    "'model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336'."
-)
+_ONE = ("recipes", "chip", "chips", "cluster")
+MOST_OF_ONE = 0.25
+"""Measured over planned rate below which a rate that suits one chip is taken for one chip's."""
+
+
+def _loop_of(job: Estimate) -> tuple[Any, ...]:
+    """Return what no pair of published runs differs in."""
+    tuning = job.tuning.lora > 0, job.tuning.base, job.tuning.experts
+    is_mixture = job.architecture.num_experts > 0
+    return is_mixture, job.chip, job.program, job.optimizer, tuning
 
 
 def difference_of(run: Estimate, job: Estimate) -> str:
@@ -49,7 +49,9 @@ def difference_of(run: Estimate, job: Estimate) -> str:
     longer = abs(math.log2(job.sequence_length / run.sequence_length))
     if run == job:
         return SAME
-    if job.kind == "mixture":
+    if _loop_of(run) != _loop_of(job):
+        return OTHER
+    if job.architecture.num_experts:
         return "mixture"
     if longer:
         return BEYOND if longer > 2 else "length to 4 times"
@@ -60,8 +62,10 @@ def difference_of(run: Estimate, job: Estimate) -> str:
     return "layout, batch, precision, chips to 16 times"
 
 
-def _around(value: float, difference: str) -> Ends:
-    """Return the 80 % interval of a plan that differs so from a measured run."""
+def _around(value: float, difference: str) -> Ends | None:
+    """Return the 80 % interval of a plan that differs so from a measured run; None without pairs."""
+    if difference == OTHER:
+        return None
     wider = 1 + ERRORS["next"][difference]
     return value / wider, value * wider
 
@@ -81,15 +85,15 @@ class Next(NamedTuple):
 
     ``job`` is its plan before that, and ``difference`` what differs most from the measured run. The
     rate is of all chips, the peak of the fullest chip as the measured run counts it, in
-    10^9 bytes; the intervals hold 80 %.
+    10^9 bytes. The intervals hold 80 %; without pairs of published runs there are none.
     """
 
     job: Estimate
     difference: str
     tokens_per_second: float
-    rate_interval: Ends
+    rate_interval: Ends | None
     peak_gb: float
-    peak_interval: Ends
+    peak_interval: Ends | None
     fits: str
 
     def row(self) -> Row:
@@ -98,14 +102,16 @@ class Next(NamedTuple):
         return {**row.pop("job").row(), **row}
 
     def __str__(self) -> str:
-        slow, fast = self.rate_interval
-        low, high = self.peak_interval
         if self.difference == SAME:
             return f"next  {SAME}, at {self.tokens_per_second:,.0f} tokens/s"
+        rates = peaks = ""
+        if self.rate_interval and self.peak_interval:
+            rates = ", 80 % {:,.0f}–{:,.0f}".format(*self.rate_interval)
+            peaks = ", 80 % {:.1f}–{:.1f}".format(*self.peak_interval)
         return (
             f"next  {_described(self.job)}\n"
-            f"      {self.tokens_per_second:,.0f} tokens/s, 80 % {slow:,.0f}–{fast:,.0f} ({self.difference})\n"
-            f"      {self.peak_gb:.1f} GB a chip, 80 % {low:.1f}–{high:.1f}; fits: {self.fits}\n"
+            f"      {self.tokens_per_second:,.0f} tokens/s{rates} ({self.difference})\n"
+            f"      {self.peak_gb:.1f} GB a chip{peaks}; fits: {self.fits}\n"
             f"      {self.job.layout}"
         )
 
@@ -114,8 +120,9 @@ class MeasuredRun:
     """A run that was measured, asked as of :func:`narrowgauge.plan`.
 
     Args:
-        model, asked: the question, as of :func:`narrowgauge.plan`.
-        tokens_per_second: of all chips.
+        model, asked: the question, as of :func:`narrowgauge.plan`: one machine and one recipe,
+            ``bfloat16/master`` by default.
+        tokens_per_second: of all chips; or name ``tokens_per_second_per_chip``.
         peak_gb: memory that the framework's allocator printed for the fullest chip, in 10^9 bytes;
             0 if it is not known.
 
@@ -126,21 +133,63 @@ class MeasuredRun:
     """
 
     def __init__(
-        self, model: Any, *, tokens_per_second: float, peak_gb: float = 0.0, **asked: Any
+        self,
+        model: Any,
+        *,
+        tokens_per_second: float = 0.0,
+        tokens_per_second_per_chip: float = 0.0,
+        peak_gb: float = 0.0,
+        **asked: Any,
     ) -> None:
-        require_number("tokens_per_second", tokens_per_second, is_open=True)
+        require_number("tokens_per_second", tokens_per_second)
+        require_number("tokens_per_second_per_chip", tokens_per_second_per_chip)
         require_number("peak_gb", peak_gb)
+        if bool(tokens_per_second) == bool(tokens_per_second_per_chip):
+            raise DataError(
+                "Cannot plan from a run without one rate.",
+                "Name tokens_per_second of all chips, or tokens_per_second_per_chip.",
+            )
         self.asked = {"model": model, **asked}
-        self.tokens_per_second = tokens_per_second
+        self.job = self._job(asked)
+        rate = tokens_per_second or tokens_per_second_per_chip * self.job.cluster.chips
+        self.tokens_per_second = rate
         self.peak_gb = peak_gb
-        self.job = plan(**self.asked, advise=False).best
         self.counted_gb = self.job.allocated_bytes / 1e9
-        self.ratio = tokens_per_second / self.job.tokens_per_second
+        self.ratio = rate / self.job.tokens_per_second
+        self._refuse_implausible()
+
+    def _job(self, asked: dict[str, Any]) -> Estimate:
+        """Return the plan of the run: what it does not name is not searched, but its layout."""
+        for name in _ONE:
+            if len(listed(asked.get(name, ()))) > 1:
+                raise DataError(
+                    f"Cannot plan from a run with {name} = {asked[name]!r} because a run has one.",
+                    "Name one, and ask for each next run.",
+                )
+        named = {**self.asked, **asked}
+        named["recipes"] = named.get("recipes") or "bfloat16/master"
+        return plan(**named, advise=False).best
+
+    def _refuse_implausible(self) -> None:
+        """Refuse a rate and a peak that no such machine reaches."""
+        chips = self.job.cluster.chips
+        name = self.job.cluster.name
         if self.job.mfu * self.ratio > 1:
             raise DataError(
-                f"Cannot plan from {tokens_per_second:,.0f} tokens/s: that is more than the peak of "
-                f"{self.job.cluster.name}.",
+                f"Cannot plan from {self.tokens_per_second:,.0f} tokens/s: that is more than the peak of {name}.",
                 "Name the tokens per second of all chips.",
+            )
+        if self.ratio < MOST_OF_ONE and 0.4 < self.ratio * chips < 1.3:
+            raise DataError(
+                f"Cannot plan from {self.tokens_per_second:,.0f} tokens/s of {name}: that is the rate "
+                f"of one chip ({self.job.tokens_per_second:,.0f} are planned for all).",
+                "Name it tokens_per_second_per_chip.",
+            )
+        if 1e9 * self.peak_gb > self.job.chip.memory_bytes:
+            raise DataError(
+                f"Cannot plan from a peak of {self.peak_gb:g} GB because {self.job.chip.name} has "
+                f"{self.job.chip.memory_bytes / 1e9:.0f}.",
+                "Name the peak of one chip in 10^9 bytes.",
             )
 
     @property
@@ -159,21 +208,24 @@ class MeasuredRun:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
         ``changes`` do not name is this run's.
         """
-        is_same = changes.items() <= self.asked.items()
+        is_same = True
+        for name, value in changes.items():
+            is_same = is_same and self.asked.get(name) == value
         job = self.job if is_same else self._planned(changes)
         difference = difference_of(self.job, job)
         rate = job.tokens_per_second * math.pow(self.ratio, _TRUSTS.get(difference, TRUST))
         peak = self.peak_of(job)
-        peaks = _around(peak, "memory")
+        rates = _around(rate, difference)
+        peaks = _around(peak, "memory") if rates else None
         fits = "no"
         if peak <= _reservable_gb(job):
-            fits = "yes" if peaks[1] <= _reservable_gb(job) else "barely"
-        return Next(job, difference, rate, _around(rate, difference), peak, peaks, fits)
+            fits = "yes" if peaks and peaks[1] <= _reservable_gb(job) else "barely"
+        return Next(job, difference, rate, rates, peak, peaks, fits)
 
     def peak_of(self, job: Estimate) -> float:
         """Return the peak of a job in 10^9 bytes, as this run's was counted."""
         counted = job.allocated_bytes / 1e9
-        if not self.peak_gb:
+        if not self.peak_gb or difference_of(self.job, job) == OTHER:
             return counted
         share = 1.0 if job == self.job else HALF
         return counted + share * (self.peak_gb - self.counted_gb)
@@ -193,11 +245,11 @@ class MeasuredRun:
             batch = {"micro_batch": layout.micro_batch, "recompute": layout.recompute}
             for fields in ({**shape, **batch}, shape):
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
-                    job = plan(**{**asked, "layout": fields}, advise=False).best
+                    job = self._job({**asked, "layout": fields})
                     if self.peak_of(job) <= _reservable_gb(job):
                         return job
             asked["layout"] = {}
-        return plan(**asked, advise=False).best
+        return self._job(asked)
 
     def __str__(self) -> str:
         text = (
@@ -210,60 +262,3 @@ class MeasuredRun:
             words = (f"{name}={value}" for name, value in self.assumed.items())
             text += f"\n      assumed: {', '.join(words)}"
         return text
-
-
-def read_question(words: Iterable[str]) -> dict[str, Any]:
-    """Read ``NAME=VALUE``: arguments of :class:`MeasuredRun`."""
-    asked = read_values(words)
-    return {name: value if name in _NUMBERS else str(value) for name, value in asked.items()}
-
-
-def read_measured(text: str) -> MeasuredRun:
-    """Read a measured run: a run folder, a TOML file with the arguments of :class:`MeasuredRun`, or
-    these arguments themselves, ``NAME=VALUE`` between spaces.
-
-    In a file ``log`` may name a run folder or the log of another program instead of
-    ``tokens_per_second``.
-    """
-    path = Path(text)
-    asked: dict[str, Any] = {}
-    if path.suffix == ".toml" and path.exists():
-        asked = read_file(path, "measured run", _ADVICE)
-        path = path.parent / asked.pop("log", "")
-    elif "=" in text:
-        asked = read_question(text.split())
-    elif not path.exists():
-        raise DataError(f"Cannot plan from {text} because it is not there.", _ADVICE)
-    if "tokens_per_second" not in asked and path.exists():
-        asked = {**_of_log(path), **asked}
-    for name in ("model", "tokens_per_second"):
-        if not asked.get(name):
-            raise DataError(f"Cannot plan from {text} because it does not say its {name}.", _ADVICE)
-    return MeasuredRun(**asked)
-
-
-def _of_log(path: Path) -> dict[str, Any]:
-    """Return what a run folder, or the log of another program, says of a run."""
-    run = read_run(path)
-    rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second")]
-    peaks = [row["peak_memory_bytes"] for row in run.steps if row.get("peak_memory_bytes")]
-    asked: dict[str, Any] = {"peak_gb": max(peaks, default=0) / 1e9}
-    if rates:
-        asked["tokens_per_second"] = median(rates)
-    if run.is_foreign:
-        return asked
-    config = run.config
-    machine = run.run.get("machine", {})
-    asked["chips"] = machine.get("ranks", 1)
-    for name, chip in CHIPS.items():
-        if chip.device and chip.device == machine.get("device"):
-            asked["chip"] = name
-    if "gradient_accumulation_steps" in config:  # of narrowgauge train
-        batches = config["gradient_accumulation_steps"]
-        batch = config["batch_size"] // batches, max(1, batches // asked["chips"])
-        asked["layout"] = "fsdp2,micro_batch={},micro_batches={},recompute=none".format(*batch)
-        asked["program"] = "narrowgauge"
-        asked["recipes"] = config["recipe"]
-        for name in ("model", "sequence_length"):
-            asked[name] = config[name]
-    return asked

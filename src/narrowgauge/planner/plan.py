@@ -147,7 +147,7 @@ def answers(
     return sorted(jobs, key=_place), left_out
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return one value, several, or names with commas between them as a list."""
     if isinstance(value, str):
         return list(filter(None, map(str.strip, value.split(","))))
@@ -156,9 +156,9 @@ def _listed(value: Any) -> list[Any]:
 
 def machines_of(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
     """Yield the clusters of a question."""
-    clusters = _listed(cluster)
-    kinds = _listed(chip)
-    counts = _listed(chips)
+    clusters = listed(cluster)
+    kinds = listed(chip)
+    counts = listed(chips)
     if bool(clusters) == bool(kinds) or (clusters and counts):
         why = "a cluster has its own chips" if clusters else "no machine was named"
         raise ChipError(
@@ -185,7 +185,7 @@ def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
 def _recipes(asked: Any, chip: Chip, program: Program, tuning: Tuning) -> list[Recipe]:
     """Return the recipes of a question on a chip: those that it names, or usual ones."""
     if asked:
-        return list(map(parse, _listed(asked)))
+        return list(map(parse, listed(asked)))
     suited = []
     for recipe in map(parse, DEFAULT_RECIPES):
         is_short = recipe.dtype == "float16" and "bfloat16" in chip.peak_tflops

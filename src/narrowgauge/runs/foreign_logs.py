@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,10 +24,14 @@ NAMES: dict[str, list[str]] = load_data("log_names", "runs")
 """The names of each column in a log, the best first, with shell wildcards."""
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
-LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, or table (.csv)"
+LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, table (.csv), or torchtitan's log (.log, .txt)"
 """All logs, to follow "a"."""
 _STATE = "trainer_state.json"
 _METRICS = "metrics.csv"
+_OF_ONE_CHIP = ("tps", "throughput(tps)")
+"""Names under which torchtitan writes the tokens per second of one chip."""
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+_VALUE = re.compile(r"(\w+):\s*([-+\d.,e]+|nan|inf)(GiB)?")
 
 
 def named(names: Iterable[str], column: str) -> str | None:
@@ -51,7 +56,7 @@ def log_file(path: Path) -> Path | None:
     A folder may hold many tables, so none of them is its log.
     """
     if path.is_file():
-        is_known = path.suffix.lower() == ".csv" or _is_state(path)
+        is_known = path.suffix.lower() in (".csv", ".log", ".txt") or _is_state(path)
         return path if is_known else None
     return next(filter(Path.is_file, (path / _STATE, path / _METRICS)), None)
 
@@ -104,7 +109,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
         path = file.parent
     return {
         "path": path,
-        "run": {SOURCE: {"file": str(file)}},
+        "run": {SOURCE: {"file": str(file), "of_one_chip": _is_of_one_chip(rows)}},
         "steps": steps,
         "evals": evals,
         "summary": summary,
@@ -115,9 +120,28 @@ def _rows_of(file: Path) -> list[Row]:
     if _is_state(file):
         return list(json.loads(file.read_bytes())["log_history"])
     text = file.read_text(encoding="utf-8-sig", errors="replace")
+    if file.suffix.lower() != ".csv":
+        return [_titan_row(line) for line in text.splitlines() if "step:" in line]
     rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
     # A row with other values than names is damaged, or being written.
     return [row for row in rows if None not in row and None not in row.values()]
+
+
+def _titan_row(line: str) -> Row:
+    """Return the values of a line of torchtitan's log, ``step: 10  loss: 7.1  memory: 44.84GiB``."""
+    row: Row = {}
+    plain = _COLOR.sub("", line)
+    for name, number, unit in _VALUE.findall(plain[plain.index("step:") :]):
+        row[name] = number.replace(",", "")
+        if unit:
+            row["peak_memory_bytes"] = float(row.pop(name)) * 2**30
+    return row
+
+
+def _is_of_one_chip(rows: list[Row]) -> bool:
+    """Tell whether a log's tokens per second are of one chip."""
+    names = {name for row in rows for name in row}
+    return named(names, "tokens_per_second") in _OF_ONE_CHIP
 
 
 def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:

@@ -42,7 +42,7 @@ class Chip:
     name: str
     vendor: str
     architecture: str
-    memory_gb: int
+    memory_gb: float
     bandwidth_gb_per_second: float
     peak_tflops: Mapping[str, float]
     link: str
@@ -66,7 +66,7 @@ class Chip:
         """Return the memory in bytes. Drivers report up to 3 % less."""
         if self.reachable_mib:
             return self.reachable_mib << 20
-        return self.memory_gb << 30
+        return int(self.memory_gb * 2**30)
 
     @property
     def peak_flops(self) -> float:
