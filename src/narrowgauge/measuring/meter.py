@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -19,14 +20,20 @@ from torch.optim import Optimizer as AnyOptimizer
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.numbers import Numbers, norms_of
 from narrowgauge.measuring.rank_sums import RankSums
-from narrowgauge.measuring.reading import failure_of
-from narrowgauge.measuring.samples import Sample, in_turn, measured, samples_of, take
-from narrowgauge.measuring.set_up import SetUp
+from narrowgauge.measuring.reading import failure_of, words_of
+from narrowgauge.measuring.samples import Sample, in_turn, repeated, samples_of, size_of, take
+from narrowgauge.measuring.set_up import NARROW, SetUp
+from narrowgauge.measuring.twin import low_bits_kept
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 
+STORED = "stored share of the step"
+OTHERWISE = 0.1
+"""Fraction of the samples that a copy may step otherwise: kernels round the last elements of a vector
+in another way.
+"""
 _NOTHING: tuple[Any, ...] = (None, "", {})
 
 
@@ -56,7 +63,9 @@ class Meter(Listener):
         self._listen = listen
         self.unseen: dict[str, str] = {}
         self.last: Row = {}
-        self._is_broken = False
+        self._ended: set[str] = set()  # measures
+        self._judged: dict[Any, bool] = {}  # by optimizer, group and format
+        self._repeats: Counter[bool] = Counter()
         self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
@@ -112,17 +121,18 @@ class Meter(Listener):
         """Remove the hooks of the meter."""
         self._undo.close()
 
-    def _guard(self, call: Callable[..., object], *args: Any) -> None:
-        """Call a part of the meter. After an error, measure nothing more; the loop continues."""
-        if self._is_broken:
+    def _measure(self, what: str, call: Callable[..., object], *args: Any) -> None:
+        """Call a measure. An error ends this measure alone; the loop and all else continue."""
+        if what in self._ended:
             return
         try:
             call(*args)
         except Exception as error:
             if isinstance(error, UserWarning):
                 raise
-            self._is_broken = True
-            self.hub.say(failure_of(self.title, error))
+            self._ended.add(what)
+            self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
+            self.hub.say(failure_of(f"{self.title} of {what}", error))
 
     # ── whether gradients were cleared ────────────────────────────────────────────────────────────
 
@@ -142,7 +152,7 @@ class Meter(Listener):
 
         def hook(gradient: Tensor) -> None:
             if not torch.compiler.is_compiling():
-                self._guard(self._see_probe)
+                self._measure("gradients that were not cleared", self._see_probe)
 
         self._undo.callback(self._probe.register_hook(OwnHook(hook)).remove)
 
@@ -164,21 +174,21 @@ class Meter(Listener):
         """Take the numbers of a step that has its gradients."""
         if self.has_stepped and optimizer in self._stepped:
             self.end_step({})
-        self._guard(self._before, optimizer)
+        gradients: dict[Tensor, Tensor] = {}
+        self._measure("gradients", self._take_gradients, optimizer, gradients)
+        self._measure("weights", self._take_samples, optimizer, gradients)
+        if optimizer is self.hub.optimizers[0]:
+            self._measure("masters", self._take_masters)
+        if self._ranks is not None:
+            self._measure("ranks", self._ranks.add_gradients, gradients)
 
-    def _before(self, optimizer: AnyOptimizer) -> None:
+    def _take_samples(self, optimizer: AnyOptimizer, gradients: Mapping[Tensor, Tensor]) -> None:
+        self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
+
+    def _take_gradients(self, optimizer: AnyOptimizer, by_parameter: dict[Tensor, Tensor]) -> None:
+        """Add all gradients, in the order of a backward pass, and take the norm of each."""
         if not self.names.keys() >= {*members_of(optimizer)}:
             self._name_all()
-        gradients = self._take_gradients(optimizer)
-        self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
-        if optimizer is self.hub.optimizers[0]:
-            self._take_masters()
-        if self._ranks is not None:
-            self._ranks.add_gradients(gradients)
-
-    def _take_gradients(self, optimizer: AnyOptimizer) -> dict[Tensor, Tensor]:
-        """Take the norm of each gradient, in the order of a backward pass, and return all of them."""
-        by_parameter: dict[Tensor, Tensor] = {}
         parts: dict[str, Tensor] = {}
         for p in dict.fromkeys(reversed(members_of(optimizer))):
             gradient = gradient_of(p)  # all ranks ask in one order
@@ -196,7 +206,6 @@ class Meter(Listener):
             self._look_at_weights([*parts.values()], norms)
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", parts, norms if scale is None else norms / scale)
-        return by_parameter
 
     def _look_at_weights(self, parts: list[Tensor], norms: Tensor) -> None:
         """Look for a weight that is not finite, where a gradient is not, and count the values of the first
@@ -228,12 +237,17 @@ class Meter(Listener):
 
     def after_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that is done."""
-        self._guard(self._after, optimizer)
+        self._measure("steps", self._after, optimizer)
+        samples = self._samples.pop(optimizer, [])
+        self._measure("weights", self._take_sizes, samples)
+        if not isinstance(optimizer, Optimizer):  # it has an audit
+            self._measure(STORED, self._take_stored, optimizer, samples)
         self._stepped.add(optimizer)
         if optimizer is self.hub.optimizers[-1]:
             if self._ranks is not None:
-                self._guard(self._ranks.take_weights)
-                for what, flags in self._ranks.compare(self._is_broken, self.number).items():
+                self._measure("ranks", self._ranks.take_weights)
+                is_broken = "ranks" in self._ended
+                for what, flags in self._ranks.compare(is_broken, self.number).items():
                     self._numbers.set(what, self._ranks.whole, flags)
             self._numbers.send()
 
@@ -246,16 +260,42 @@ class Meter(Listener):
             self._control = control
         elif isinstance(overflow, Tensor):
             self._numbers.set("control", ["skipped"], overflow)
-        for sample in self._samples.pop(optimizer, ()):
-            names = [*map(self.names.__getitem__, sample.members)]
-            for what, values in measured(optimizer, sample).items():
-                self._numbers.set(what, names, values)
         if optimizer is self.hub.optimizers[-1]:
             self._row["lr"] = self._largest_rate()  # a schedule may step before the row is written
             self._seen = self._gradient_of_probe()
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)
                 self._kept = None
+
+    def _take_sizes(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            self._numbers.set("size", self._names_of(sample), size_of(sample))
+
+    def _take_stored(self, optimizer: AnyOptimizer, samples: list[Sample]) -> None:
+        """Step copies of samples, if what rounding cuts is not kept beside the weights."""
+        for sample in samples:
+            if sample.states is None:
+                continue
+            key = optimizer, sample.kind
+            if not self._judged.get(key, True):
+                continue
+            try:
+                if key not in self._judged and sample.weights.dtype in NARROW:
+                    is_kept, _ = low_bits_kept(optimizer, sample.group, sample.weights)
+                    if is_kept:
+                        words = f"{type(optimizer).__name__} keeps what rounding cuts"
+                        raise ArithmeticError(words)
+                numbers = repeated(optimizer, sample)
+            except ArithmeticError as error:
+                self._judged[key] = False
+                self.unseen[STORED] = words_of(error)
+                continue
+            self._judged[key] = True
+            for what, values in numbers.items():
+                self._numbers.set(what, self._names_of(sample), values)
+
+    def _names_of(self, sample: Sample) -> list[str]:
+        return [*map(self.names.__getitem__, sample.members)]
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────
 
@@ -264,7 +304,7 @@ class Meter(Listener):
         self.number += 1
         row: Row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
         if self.has_stepped:
-            self._guard(lambda: row.update(self._measured(self._numbers.read())))
+            self._measure("steps", lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped:
             row["skipped"] = True  # or the row is of a micro-batch
         row = {"step": self.number} | row | told | {"step": self.number}
@@ -278,8 +318,15 @@ class Meter(Listener):
         sizes = read["size"]
         stored = dict.fromkeys(_true(read["behind"]), 0.0)
         for name, meant in read["meant"].items():
+            if meant < 0:
+                self._repeats[False] += 1
             if 0 < meant < math.inf:
+                self._repeats[True] += 1
                 stored.setdefault(name, read["stored"][name] / meant)
+        # Of random steps a copy repeats those that store nothing.
+        if self._repeats[False] > self._repeats.total() * OTHERWISE:
+            stored = {name: x for name, x in stored.items() if name in read["behind"]}
+            self.unseen[STORED] = "a copy does not repeat the step"
         row: Row = {
             "skipped": bool(control.get("skipped", 0.0)),
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],

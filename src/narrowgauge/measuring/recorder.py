@@ -26,7 +26,7 @@ from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
-from narrowgauge.measuring.meter import Meter
+from narrowgauge.measuring.meter import STORED, Meter
 from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.resume import Certificate
@@ -258,8 +258,7 @@ class RunRecorder:
         row = self.meter.last
         has_moved = 0 < row.get("arrived", 0.0) < math.inf and not row.get("skipped")
         if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
-            reason = f"{type(self.optimizer).__name__} is not repeated"
-            unseen["stored share of the step"] = reason
+            unseen.setdefault(STORED, f"{type(self.optimizer).__name__} is not repeated")
         if self._gauges.every and not self._gauges.layers:
             unseen["casts of layers"] = "no layer casts"
         for area, reason in unseen.items():

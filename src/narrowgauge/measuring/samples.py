@@ -1,28 +1,26 @@
 """Samples of an optimizer's step: some elements of each tensor before and after it, and the step again
-without rounding.
+by copies.
 
-The optimizer's own class steps copies of the samples twice. In the formats of the run this shows
-whether a copy repeats the step at all: a rule by elements, without random bits. In a wide format it
-shows what the step was meant to be.
+A copy of the optimizer (:mod:`narrowgauge.measuring.twin`) steps the samples twice. In the formats of
+the run this shows whether a copy repeats the step at all: a rule by elements, without random bits. In a
+wide format it shows what the step was meant to be.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer as AnyOptimizer
 
+from narrowgauge.measuring.twin import Twin, no_trace, wide_of
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.optim.optimizer import Optimizer
 
 SIZE = 64
 """Elements of a tensor."""
@@ -31,7 +29,6 @@ TENSORS = 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _REPEATS = 1e-4
 """Squared distance of the repeated step from the stored one, over its squared length."""
-_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 @cache
@@ -43,6 +40,8 @@ def _places(size: int, device: torch.device) -> Tensor:
 def take(x: Tensor) -> Tensor:
     """Return elements of this rank's part of a tensor, spread over it: the same of each size."""
     local = local_of(x.detach())
+    if type(local) is not Tensor and hasattr(type(local), "dequantize"):
+        local = local.dequantize()  # the codes of another library
     return torch.take(local, _places(local.numel(), local.device))
 
 
@@ -63,17 +62,18 @@ class Sample:
     """Hold elements of the tensors of one group with one kind of state, before a step.
 
     Args:
+        kind: group and format.
+        group: its options before the step, which may change a count among them.
         members: the parameters.
         states: of these elements; ``None`` where a step of samples is not the step of the whole.
-        home: the state that holds the weight in a wider format; empty without one.
     """
 
+    kind: tuple[int, torch.dtype]
     group: dict[str, Any]
     members: list[Any]
     weights: Tensor
     gradients: Tensor
     states: dict[str, Any] | None = None
-    home: str = ""
 
 
 def samples_of(
@@ -98,89 +98,66 @@ def samples_of(
         kinds.setdefault(key, (group, []))[1].append(p)
     samples = []
     for group, members in kinds.values():
-        sample = Sample(group, members, join(members), join([gradients[p] for p in members]))
-        if _is_repeatable(optimizer) and (number > 0 or optimizer.state.get(members[0])):
-            _add_states(sample, [optimizer.state.get(p) or {} for p in members])
+        options = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
+        kind = id(group), members[0].dtype
+        values = join([gradients[p] for p in members])
+        sample = Sample(kind, options, members, join(members), values)
+        if number > 0 or optimizer.state.get(members[0]):
+            sample.states = _states([optimizer.state.get(p) or {} for p in members], members[0])
         samples.append(sample)
     return samples
 
 
-def _is_repeatable(optimizer: AnyOptimizer) -> bool:
-    """Return whether a copy of an optimizer shares nothing with it but numbers. Ours has an audit."""
-    for name, x in vars(optimizer).items():
-        is_shared = isinstance(x, (list, dict, Tensor, nn.Module))
-        if is_shared and name not in _OF_EVERY_OPTIMIZER:
-            return False
-    return not isinstance(optimizer, Optimizer)
-
-
-def _add_states(sample: Sample, states: Sequence[Mapping[str, Any]]) -> None:
-    """Take the states of the elements, if a step of samples can be the step of these."""
-    first = sample.members[0]
+def _states(states: Sequence[Mapping[Any, Any]], first: Tensor) -> dict[str, Any] | None:
+    """Return the states of the elements; ``None`` if one of them is not beside the elements."""
     taken: dict[str, Any] = {}
     for name, x in states[0].items():
         if not isinstance(x, Tensor) or x.ndim == 0:
             taken[name] = copy.deepcopy(x)
             continue
-        if x.shape != first.shape or x.element_size() == 1:
-            return
-        taken[name] = join([state[name] for state in states])
-        is_wider = x.element_size() > first.element_size()
-        if is_wider and torch.equal(taken[name].to(first.dtype), sample.weights):
-            sample.home = name
-    sample.states = taken
+        tensors = [state[name] for state in states]
+        is_code = type(x) is Tensor and x.element_size() == 1
+        if x.shape != first.shape or is_code:
+            return None
+        taken[name] = join(tensors)
+    return taken
 
 
-def measured(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
+def size_of(sample: Sample) -> Tensor:
+    """Return the largest change of each tensor of a sample beyond one rounding, after the step."""
+    before = sample.weights.double().view(-1, SIZE)
+    rounding = before.abs() * torch.finfo(sample.weights.dtype).eps
+    return ((_stored(sample)).abs() - rounding).clamp_min(0.0).amax(1)
+
+
+def _stored(sample: Sample) -> Tensor:
+    return (join(sample.members).double() - sample.weights.double()).view(-1, SIZE)
+
+
+def repeated(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
     """Return numbers of each tensor of a sample, after the step.
 
-    ``size`` is the largest change beyond one rounding. ``meant`` is the sum of squares of the change
-    that was meant, 0 where a copy does not repeat the step; ``stored`` its product with the stored
-    change.
+    ``meant`` is the sum of squares of the change that was meant, -1 where a copy does not repeat the
+    step; ``stored`` is its product with the stored change.
+
+    Raises:
+        ArithmeticError: the class has no copy.
     """
-    before = sample.weights.double().view(-1, SIZE)
-    stored = join(sample.members).double().view(-1, SIZE) - before
-    rounding = before.abs() * torch.finfo(sample.weights.dtype).eps
-    numbers = {"size": (stored.abs() - rounding).clamp_min(0.0).amax(1)}
-    if sample.states is None:
-        return numbers
-    if sample.home:
-        masters = join([optimizer.state[p][sample.home] for p in sample.members])
-        stored = (masters.double() - sample.states[sample.home].double()).view(-1, SIZE)
-    with suppress(Exception):  # such a class is not followed
-        again = _repeated(optimizer, sample, None)
-        is_wide = sample.weights.element_size() > 2
-        meant = _repeated(optimizer, sample, torch.float64 if is_wide else torch.float32)
-        squares = meant.square().sum(1)
-        is_repeated = (again - stored).square().sum(1) <= _REPEATS * squares
-        numbers |= {"meant": squares * is_repeated, "stored": (meant * stored).sum(1)}
-    return numbers
-
-
-def _repeated(optimizer: AnyOptimizer, sample: Sample, format: torch.dtype | None) -> Tensor:
-    """Step copies in a format, and return the change of the weights, or of their masters."""
-
-    def copied(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.shape == sample.weights.shape:
-            return x.to(format or x.dtype, copy=True)
-        return copy.deepcopy(x)
-
-    p = nn.Parameter(copied(sample.weights))
-    p.grad = copied(sample.gradients)
-    state = {name: copied(x) for name, x in (sample.states or {}).items()}
-    start = state.get(sample.home, p.detach()).double().clone()
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    for name in vars(optimizer):
-        if "hooks" in name:
-            setattr(twin, name, OrderedDict())
-    options = {name: copied(x) for name, x in sample.group.items() if name != "params"}
-    twin.param_groups = [{**options, "params": [p]}]
-    twin.state = defaultdict(dict, {p: state})
-    with torch.random.fork_rng(devices=[p.device] if p.is_cuda else []):
-        type(optimizer).step(twin)
-    change: Tensor = state.get(sample.home, p.detach()).double() - start
-    return change.view(-1, SIZE)
+    stored = _stored(sample)
+    wide = wide_of(sample.weights)
+    states = copy.deepcopy(sample.states or {})
+    for name, x in states.items():
+        if isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point():
+            states[name] = x.to(torch.promote_types(x.dtype, wide.dtype))
+    with no_trace():
+        twins = (
+            Twin(optimizer, sample.group, sample.weights.clone(), copy.deepcopy(sample.states)),
+            Twin(optimizer, sample.group, wide, states),
+        )
+        again, meant = (twin.step(sample.gradients).view(-1, SIZE) for twin in twins)
+    squares = meant.square().sum(1)
+    is_apart = (again - stored).square().sum(1) > _REPEATS * squares
+    return {"meant": squares.masked_fill(is_apart, -1.0), "stored": (meant * stored).sum(1)}
 
 
 def in_turn(items: Sequence[Any], number: int) -> list[Any]:

@@ -1,54 +1,38 @@
 """Predict, before the run, which fraction of an update the format of a weight stores.
 
 Four numbers of each tensor: of the step, of the weight decay, of the change of Adam's second moment,
-and of its epsilon. They have one cure: a storage that keeps low bits, or masters. Each weight moves by
-the step of its rule and is rounded as its storage does. The step is drawn with the typical size of the
-rule's. The share is the audit's (EDQ), so it compares with the run.
+and of its epsilon. They have one cure: a storage that keeps low bits, or masters. A copy of the
+optimizer steps some elements (:mod:`narrowgauge.measuring.twin`), so no class is known by its name but
+Muon, whose step reads a whole matrix. The share is the audit's (EDQ), so it compares with the run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.measuring.reading import Readings, of_all
+from narrowgauge.measuring.beside import is_finite
+from narrowgauge.measuring.reading import Readings, of_all, words_of
 from narrowgauge.measuring.set_up import NARROW, SetUp, Stepped, spread
-from narrowgauge.numerics.dtensor import gradient_of
+from narrowgauge.measuring.twin import Twin, low_bits_kept, no_trace, wide_of
+from narrowgauge.numerics.dtensor import gradient_of, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.tables import Row, Table
 
-LIBRARIES = (
-    "torch", "narrowgauge", "torchao", "bitsandbytes", "apex", "transformer_engine", "transformers", "optimi", "heavyball",
-    "flashoptim",
-)  # fmt: skip
-"""Libraries whose optimizers show before their first step which low bits they keep."""
-KEEPERS: tuple[tuple[str, tuple[object, ...], bool], ...] = (
-    ("kahan_sum", (True, None), False),  # torch-optimi; None is its default for narrow weights
-    ("bf16_stochastic_round", (True,), True),  # torchao
-    ("stochastic_rounding", (True,), True),  # HeavyBall
-    ("param_ecc", ("bf16+8", "fp16+8", "bf16+16", "fp16+16"), True),  # HeavyBall
-    ("master_weight_bits", (24, 32), True),  # FlashOptim
-    ("master_weights", (True,), True),  # Apex, TransformerEngine
-)
-"""Options of other libraries that keep what a narrow weight rounds off: name, values, and whether the
-decay is kept too.
-"""
-SIZES: dict[str, float | str] = {
-    "adam": 0.23, "lion": 1.0, "muon": "matrix", "rmsprop": 1.0, "sgd": "gradient",
-}  # fmt: skip
-"""Size of a step over the learning rate, by what the name of a class contains: a number, that of an
-orthogonal matrix, or that of the gradient. Adam's is √((1 − β1) / (1 + β1)) for gradients of random
-sign and β1 = 0.9.
-"""
-DECOUPLED = ("adamw", "lion", "muon")
-"""Rules whose decay multiplies the weight."""
+WARM = 64
+"""Steps of random gradients after which the size of a step is a run's."""
+READ = 16
+"""Last steps whose sizes are read."""
+ELEMENTS = 64
+"""Elements of a step that is read."""
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
 SHARES = ("step", "of_decay", "second_moment", "eps")
@@ -58,111 +42,162 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def predict(stepped: Stepped, gradient: Tensor | None = None) -> tuple[Row, str]:
+@dataclass
+class Copy:
+    """What copies of an optimizer show of the tensors of one group in one format.
+
+    Attributes:
+        shares: of the second moment and of eps, where they are lost.
+        keeps_step, keeps_decay: whether what rounding cuts of a step, and of a decay, adds up.
+        sizes: typical steps of random elements, as many as are read.
+        over_gradient: their size over the gradient's; 0 if the gradient does not decide it.
+        error: why there is no copy.
+    """
+
+    shares: Row = field(default_factory=dict)
+    keeps_step: bool = False
+    keeps_decay: bool = False
+    sizes: Tensor | None = None
+    over_gradient: float = 0.0
+    error: str = ""
+
+
+Copies = dict[tuple[int, torch.dtype, bool], Copy]
+"""By group, format, and whether a matrix steps as a whole."""
+
+
+def predict(
+    stepped: Stepped, gradient: Tensor | None = None, copies: Copies | None = None
+) -> tuple[Row, str]:
     """Predict what is stored of a tensor's next update.
 
     Args:
         gradient: its size is the step's for SGD.
+        copies: of groups that were seen before.
     Returns:
         The row of the printed table, whose shares are ``None`` where nothing is rounded on its own, and
         the reason why a share is not known; empty if all are.
     """
     _, p, group, optimizer = stepped
-    kind = type(optimizer).__name__
-    library = type(optimizer).step.__module__.partition(".")[0]
-    rates = [group.get("lr")]
-    if not optimizer.state.get(p):  # the peak of a schedule
-        rates += [group.get("initial_lr"), group.get("max_lr")]
-    rate = max(float(rate or 0.0) for rate in rates)
+    copies = {} if copies is None else copies
+    rate = _rate(stepped)
     decay = float(group.get("weight_decay") or 0.0)
-    storage, keeps_step, keeps_decay = _keeper(stepped)
-    row: Row = {"dtype": dtype_name(p.dtype), "lr": rate, "decay": decay, "optimizer": kind}
-    row |= {"storage": storage, **dict.fromkeys(SHARES)}
-    is_rounded = p.dtype in NARROW and not (group.get("fused") or group.get("triton"))
-    eps = group.get("eps")
-    if is_rounded and isinstance(eps, float) and not keeps_step and library != "narrowgauge":
-        is_lost = eps and not torch.tensor(eps, dtype=p.dtype, device="cpu").item()
-        row["eps"] = 0.0 if is_lost else None
-    if library not in LIBRARIES and not keeps_step:
-        return row, _of_no_library(stepped)
+    matrix = _size_of_matrix(stepped)
+    row: Row = {"dtype": dtype_name(p.dtype), "lr": rate, "decay": decay}
+    row |= {"optimizer": type(optimizer).__name__, "storage": "", **dict.fromkeys(SHARES)}
+    if isinstance(optimizer, Optimizer):
+        row["storage"] = optimizer.storage_of(p).name
+    key = id(group), p.dtype, bool(matrix)
+    if key not in copies:
+        copies[key] = _copy(stepped, rate)
+    seen = copies[key]
+    row |= seen.shares
     if p.dtype not in NARROW:
         return row, ""
+    if seen.error:
+        return row, f"{seen.error}; ng.watch measures them"
     row["step"] = 1.0
-    if not keeps_step:
-        direction = _direction(stepped, gradient)
-        if isinstance(direction, str):
-            return row | {"step": None}, direction
-        row["step"] = _stored_share(p, -rate * direction)
-    if is_rounded and library in ("torch", "optimi"):  # moments and decay have the weight's format
-        is_decoupled = group.get("decoupled_weight_decay") or _holds(kind, DECOUPLED)
-        if rate * decay and is_decoupled and not keeps_decay:
-            row["of_decay"] = float(rate * decay >= torch.finfo(p.dtype).eps / 4)
-        row["second_moment"] = _second_moment(group, p.dtype)
+    if not seen.keeps_step:
+        row["step"] = None
+        if seen.over_gradient and gradient is None:
+            return row, "its steps are as long as the gradient; pass batch="
+        row["step"] = _stored_share(p, _direction(p, rate * matrix, seen, gradient))
+    if rate * decay and not seen.keeps_decay:
+        row["of_decay"] = float(rate * decay >= torch.finfo(p.dtype).eps / 4)
     return row, ""
 
 
-def _keeper(stepped: Stepped) -> tuple[str, bool, bool]:
-    """Return what stores a narrow weight, and whether it keeps the low bits of its step and decay."""
-    optimizer = stepped.optimizer
-    if isinstance(optimizer, Optimizer):
-        row = optimizer.storage_of(stepped.parameter)
-        is_kept = bool(row.beside) or row.weight.rounding != "nearest"
-        return row.name, is_kept, True
-    for option, values, keeps_decay in KEEPERS:
-        if stepped.group.get(option, getattr(optimizer, option, ...)) in values:
-            return option, True, keeps_decay
-    return "", False, False
+def _rate(stepped: Stepped) -> float:
+    """Return the learning rate: before the first step, the peak of its schedule."""
+    rates = [stepped.group.get("lr")]
+    if not stepped.optimizer.state.get(stepped.parameter):
+        rates += [stepped.group.get("initial_lr"), stepped.group.get("max_lr")]
+    return max(float(rate or 0.0) for rate in rates)
 
 
-def _of_no_library(stepped: Stepped) -> str:
-    """Return what is not known of a class of the user's own; empty if its states show all."""
+def _copy(stepped: Stepped, rate: float) -> Copy:
+    """Step copies of elements of a tensor."""
     _, p, group, optimizer = stepped
-    kind = type(optimizer).__name__
-    state = optimizer.state.get(p) or {}
-    moment = state.get("exp_avg_sq")
-    if isinstance(moment, Tensor) and _second_moment(group, moment.dtype) == 0:
-        name = dtype_name(moment.dtype)
-        return f"the second moment of {kind} is {name}: rounded to nearest, its decay is lost"
-    if p.dtype in NARROW:
-        return f"{kind} is not of a known library: it may round by its own code, or keep a copy"
-    return "" if state else f"{kind} makes its states in its first step"
+    seen = Copy()
+    try:
+        with no_trace():
+            if isinstance(optimizer, Optimizer):
+                storage = optimizer.storage_of(p)
+                seen.keeps_step = bool(storage.beside) or storage.weight.rounding != "nearest"
+                seen.keeps_decay = True
+            elif not _size_of_matrix(stepped):
+                seen.shares = _of_states(optimizer, group, p)
+                if p.dtype in NARROW:
+                    seen.keeps_step, seen.keeps_decay = low_bits_kept(optimizer, group, p)
+            if p.dtype in NARROW and not seen.keeps_step and not _size_of_matrix(stepped):
+                _add_sizes(seen, stepped, {"lr": rate} if "lr" in group else {})
+    except ArithmeticError as error:
+        seen.error = words_of(error)
+    return seen
 
 
-def _second_moment(group: Mapping[str, Any], dtype: torch.dtype) -> float | None:
-    """Return 0 for a second moment whose decay is less than half the gap between two values."""
-    betas: Any = group.get("betas") or ()
-    if len(betas) < 2:
-        return None
-    return float(not 0 < 1 - float(betas[1]) < torch.finfo(dtype).eps / 2)
+def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
+    """Return 0 for a second moment that stays without a gradient, and for an eps that does not keep a
+    step from dividing zero by zero.
+    """
+    row: Row = {}
+    start = torch.full((ELEMENTS,), 0.5, dtype=p.dtype, device=p.device)
+    change = Twin(optimizer, group, start.clone()).step(torch.zeros_like(start))
+    if group.get("eps") and not is_finite(change):
+        row["eps"] = 0.0
+    twin = Twin(optimizer, group, start)
+    twin.step(torch.ones_like(start))
+    moment = twin.state("exp_avg_sq")
+    if type(moment) is Tensor and moment.dtype in NARROW:
+        before = moment.clone()
+        for _ in range(READ):
+            twin.step(torch.zeros_like(start))
+        row["second_moment"] = float(not torch.equal(before, twin.state("exp_avg_sq")))
+    return row
 
 
-def _holds(name: str, words: tuple[str, ...]) -> list[str]:
-    return [word for word in words if word in name.lower()]
-
-
-def _direction(stepped: Stepped, gradient: Tensor | None) -> Tensor | str:
-    """Return the next step of sampled weights over the learning rate, or why it is not known."""
+def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> None:
+    """Step elements of a tensor by gradients of random sign, and once more by small ones."""
     _, p, group, optimizer = stepped
-    kind = name = type(optimizer).__name__
+    places = torch.linspace(0, local_of(p).numel() - 1, ELEMENTS).long().to(p.device)
+    start = torch.take(local_of(p.detach()), places)
+    norms = []
+    for scale in (2.0**-6, 1.0):
+        generator = torch.Generator().manual_seed(SEED)
+        twin = Twin(optimizer, group, wide_of(start), options=options)
+        changes = []
+        for _ in range(WARM):
+            noise = scale * torch.randn(ELEMENTS, generator=generator)
+            changes.append(twin.step(noise.to(p.device)))
+        seen.sizes = torch.cat(changes[-READ:]).cpu().float()
+        norms.append(float(seen.sizes.norm()))
+    if norms[0] < norms[1] / 8:
+        seen.over_gradient = norms[1] / math.sqrt(READ * ELEMENTS)
+
+
+def _direction(p: Tensor, matrix: float, seen: Copy, gradient: Tensor | None) -> Tensor:
+    """Return a typical step of sampled weights."""
+    generator = torch.Generator().manual_seed(SEED)
+    weights = spread(p)
+    if matrix or seen.sizes is None:
+        return matrix * torch.randn(weights.shape, generator=generator)
+    if seen.over_gradient and gradient is not None:
+        return -seen.over_gradient * spread(gradient).float()
+    return seen.sizes[torch.randint(len(seen.sizes), weights.shape, generator=generator)]
+
+
+def _size_of_matrix(stepped: Stepped) -> float:
+    """Return the size of an orthogonal matrix, which Muon steps by over the rate; 0 for other rules."""
+    _, p, group, optimizer = stepped
+    name = type(optimizer).__name__
     if isinstance(optimizer, Optimizer):
         name = optimizer.kernels.rule_in(group, p).name
-    rules = _holds(name, (*SIZES,))
-    if len(rules) != 1:
-        return f"the steps of {kind} have an unknown size"
-    size = SIZES[rules[0]]
-    if size == "gradient":
-        if gradient is None:
-            return f"{kind} steps as far as the gradient; pass batch="
-        return spread(gradient).float()
-    noise = torch.randn(spread(p).shape, generator=torch.Generator().manual_seed(SEED))
-    if size == 1:
-        return noise.sign()
-    if size == "matrix":
-        rows, columns = matrix_shape(p.shape)[-2:]
-        size = math.sqrt(max(1.0, rows / columns) / max(rows, columns))
-        if group.get("adjust_lr_fn") == "match_rms_adamw":
-            size = 0.2
-    return float(size) * noise
+    if "muon" not in name.lower() or p.ndim < 2:
+        return 0.0
+    if group.get("adjust_lr_fn") == "match_rms_adamw":
+        return 0.2
+    rows, columns = matrix_shape(p.shape)[-2:]
+    return math.sqrt(max(1.0, rows / columns) / max(rows, columns))
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:
@@ -179,11 +214,12 @@ def add_stored(set_up: SetUp, gradients: Mapping[str, Tensor], result: Readings)
     trains, the least shares first.
     """
     groups: dict[tuple[Any, ...], tuple[Row, list[str]]] = {}
+    copies: Copies = {}
     lost: dict[str, float] = {}
     for stepped in set_up.trained:
         name = stepped.name
         gradient = gradients.get(name, gradient_of(stepped.parameter))
-        row, reason = predict(stepped, gradient)
+        row, reason = predict(stepped, gradient, copies)
         groups.setdefault((*row.values(),), (row, []))[1].append(name)
         if reason:
             result.unseen[f"updates by {row['optimizer']}"] = reason
