@@ -12,6 +12,7 @@ import narrowgauge as ng
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.stored import predict
+from narrowgauge.measuring.twin import low_bits_kept
 from narrowgauge.spec.significance import MIN_EDQ
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -107,46 +108,98 @@ def test_decay_below_a_quarter_of_a_spacing_is_swallowed(lr: float, share: float
     assert prediction["of_decay"] == share
 
 
-class MyAdamW(torch.optim.AdamW):
-    """A class with a step of the user's own, whose module is no known library."""
+class Own(torch.optim.Optimizer):
+    """A sign rule of the user's own, which rounds as its option says."""
 
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+    def __init__(self, params: Any, rounding: str, lr: float = 1e-5, decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": decay, "rounding": rounding})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                change = -group["lr"] * p.grad.float().sign()
+                self.round(p, change, group, self.state[p])
+
+    def round(self, p: Tensor, change: Tensor, group: Any, state: Any) -> None:
+        decayed = p * (1 - group["lr"] * group["weight_decay"])
+        if group["rounding"] == "once":
+            p.copy_(p.float() * (1 - group["lr"] * group["weight_decay"]) + change)
+        elif group["rounding"] == "nearest":
+            p.copy_(decayed + change.to(p.dtype))
+        elif group["rounding"] == "kahan":
+            change = change + state.get("rest", 0.0)
+            p.copy_(decayed)
+            before = p.float().clone()
+            p.copy_(before + change)
+            state["rest"] = before + change - p.float()
+        elif group["rounding"] == "random":
+            bits = (p.float() + change).view(torch.int32) + torch.randint(1 << 16, p.shape)
+            p.copy_((bits.int() & -65536).view(torch.float32))
+        elif group["rounding"] == "master":
+            master = state.setdefault("master", p.float())
+            p.copy_(master.mul_(1 - group["lr"] * group["weight_decay"]).add_(change))
+
+
+KEPT = {
+    "nearest": (False, False), "once": (False, True), "kahan": (True, False), "random": (True, False),
+    "master": (True, True),
+}  # fmt: skip
+"""Whether the low bits of a step, and of a decay, add up."""
+
+
+@pytest.mark.parametrize("rounding", KEPT)
+def test_what_a_class_of_the_users_own_keeps_is_measured(rounding: str) -> None:
+    weight = nn.Parameter(
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    )
+    model = nn.ParameterList([weight])
+    (stepped,) = set_up_of(model, Own(model.parameters(), rounding, decay=0.1)).trained
+    before = torch.get_rng_state()
+    expected = list(KEPT[rounding])
+    if rounding == "random":
+        expected[1] = True  # its decay is lost, but there is none
+    assert low_bits_kept(stepped.optimizer, stepped.group, weight) == tuple(expected)
+    row, reason = predict(stepped)
+    assert (row["step"] == 1.0) == KEPT[rounding][0] and not reason
+    assert torch.equal(before, torch.get_rng_state()) and not stepped.optimizer.state
+
+
+class HalfMoments(torch.optim.Optimizer):
+    """Adam on float32 weights, with a second moment in bfloat16."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            square = self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p).bfloat16())
+            square.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            p.sub_(1e-3 * p.grad / (square.float().sqrt() + 1e-8))
 
 
 class Unheard(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
-KEPT: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
-    "optimi": ("kahan_sum", None, (1.0, 0.0)),
-    "torchao": ("bf16_stochastic_round", True, (1.0, None)),
-    "heavyball": ("param_ecc", "bf16+8", (1.0, None)),
-    "flashoptim": ("master_weight_bits", 24, (1.0, None)),
-}
-"""An option that keeps low bits: the stored share of the step and of the decay."""
-
-
-@pytest.mark.parametrize("library", KEPT)
-def test_options_that_keep_low_bits_are_known(library: str) -> None:
-    option, value, shares = KEPT[library]
-    model = nn.Linear(16, 16).bfloat16()
-    group = {"params": list(model.parameters()), option: value}
-    optimizer = torch.optim.AdamW([group], lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-    rows = predictions(model, optimizer)
-    assert {(row["step"], row["of_decay"]) for row in rows} == {shares}
+def test_a_second_moment_that_no_step_lowers_is_told() -> None:
+    model = nn.Linear(8, 8)
+    check = ng.check(model, HalfMoments(model.parameters()))
+    assert [r.what for r in check] == ["stored-share"] and share_of(check) == 0.0
 
 
 def test_what_is_not_predicted_is_named() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
-    by_hand = MyAdamW(model.half().parameters(), lr=1e-5)
-    eps = ng.check(model, by_hand)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).half()
+    eps = ng.check(model, torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95)))
     assert [r.what for r in eps] == ["stored-share"] and eps.lines[1].split()[-1] == "0", eps
     model.bfloat16()
+    held = torch.optim.AdamW(model.parameters())
+    held.model = model  # type: ignore[attr-defined]
     for optimizer, words in (
-        (Unheard(model.parameters(), {"lr": 1e-5}), "Unheard is not of a known library"),
-        (MyAdamW(model.parameters(), lr=1e-5), "MyAdamW is not of a known library"),
+        (Unheard(model.parameters(), {"lr": 1e-5}), "a copy of Unheard does not step"),
+        (held, "AdamW.model has no copy"),
         (torch.optim.SGD(model.parameters(), lr=0.01), "pass batch="),
     ):
         result = ng.check(model, optimizer)

@@ -134,17 +134,33 @@ def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
 # ── errors of ours ─────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("place", ["_take_gradients", "_after", "_measured"])
-def test_an_error_of_ours_ends_the_watch_and_not_the_loop(
-    place: str, monkeypatch: pytest.MonkeyPatch
+MEASURES = {
+    "_take_gradients": "arrived", "_take_sizes": "largest", "_take_stored": "stored", "_see_probe": "kept",
+    "_take_samples": "largest",
+}  # fmt: skip
+"""Measures of a step, and a column of each."""
+
+
+@pytest.mark.parametrize("place", MEASURES)
+def test_a_measure_that_fails_ends_alone_and_is_named(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    messages: list[str] = []
-    fails = lambda title, error: messages.append(str(error)) or "ended"  # type: ignore  # noqa: E731
-    monkeypatch.setattr(meter, "failure_of", fails)
+    monkeypatch.setattr(meter, "failure_of", lambda title, error: f"{title} ended: {error}")
     well = Watched().train(4)
     monkeypatch.setattr(meter.Meter, place, lambda self, *args: int("no ink"))
-    loop = Watched().train(4)
-    assert "no ink" in messages[0]
+    loop = Watched(record=tmp_path / "run").train(4)
+    loop.watcher.close()
+    last = loop.watcher.meter.last
+    assert not last.get(MEASURES[place])
+    others = {"arrived", "largest", "stored", "kept"} - {MEASURES[place]}
+    if place == "_take_gradients":  # samples are of what has a gradient
+        others = {"kept"}
+    elif place == "_take_samples":
+        others = {"arrived", "kept"}
+    assert all(last.get(name) is not None for name in others), last
+    events = [x for x in ng.read_run(tmp_path / "run").events if x["what"] == "unseen"]
+    assert any("no ink" in event["text"] for event in events)
+    assert "no ink" in str(ng.diagnose(tmp_path / "run"))
     for mine, its in zip(well.model.parameters(), loop.model.parameters(), strict=True):
         assert torch.equal(mine, its)
 

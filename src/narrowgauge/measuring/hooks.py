@@ -72,7 +72,7 @@ class Hub:
         model: without wrappers.
         optimizers: without wrappers; the last one steps at the end.
         called: the module whose forward pass the loop calls.
-        say: shows the error that ended a listener.
+        say: shows the error that ended a listener, or its measure of an area.
 
     Attributes:
         here: the ranks. All of them make all calls.
@@ -84,7 +84,7 @@ class Hub:
         model: nn.Module,
         optimizers: list[Optimizer],
         called: nn.Module,
-        say: Callable[[str], object] = warnings.warn,
+        say: Callable[..., object] = lambda text, area="": warnings.warn(text, stacklevel=1),
     ) -> None:
         self.model = model
         self.optimizers = optimizers

@@ -132,7 +132,7 @@ class Meter(Listener):
                 raise
             self._ended.add(what)
             self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
-            self.hub.say(failure_of(f"{self.title} of {what}", error))
+            self.hub.say(failure_of(f"{self.title} of {what}", error), what)
 
     # ── whether gradients were cleared ────────────────────────────────────────────────────────────
 
@@ -176,7 +176,7 @@ class Meter(Listener):
             self.end_step({})
         gradients: dict[Tensor, Tensor] = {}
         self._measure("gradients", self._take_gradients, optimizer, gradients)
-        self._measure("weights", self._take_samples, optimizer, gradients)
+        self._measure("samples of weights", self._take_samples, optimizer, gradients)
         if optimizer is self.hub.optimizers[0]:
             self._measure("masters", self._take_masters)
         if self._ranks is not None:
@@ -239,7 +239,7 @@ class Meter(Listener):
         """Take the numbers of a step that is done."""
         self._measure("steps", self._after, optimizer)
         samples = self._samples.pop(optimizer, [])
-        self._measure("weights", self._take_sizes, samples)
+        self._measure("jumps of weights", self._take_sizes, samples)
         if not isinstance(optimizer, Optimizer):  # it has an audit
             self._measure(STORED, self._take_stored, optimizer, samples)
         self._stepped.add(optimizer)

@@ -427,9 +427,9 @@ class RunRecorder:
         if sentences:
             self._warn(f"step {since}: {'; '.join(sentences)}")
 
-    def _ended(self, text: str) -> None:
+    def _ended(self, text: str, area: str = "") -> None:
         """Log that a measure ended, as what is not looked at from here on, and show it."""
-        self.event("unseen", text, tensor=f"what comes after step {self.num_steps}")
+        self.event("unseen", text, tensor=area or f"what comes after step {self.num_steps}")
         self._warn(text)
 
     def _note(self, text: str) -> None:

@@ -95,7 +95,7 @@ def predict(
     if p.dtype not in NARROW:
         return row, ""
     if seen.error:
-        return row, f"{seen.error}; ng.watch measures them"
+        return row, seen.error
     row["step"] = 1.0
     if not seen.keeps_step:
         row["step"] = None
@@ -171,6 +171,8 @@ def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> No
             changes.append(twin.step(noise.to(p.device)))
         seen.sizes = torch.cat(changes[-READ:]).cpu().float()
         norms.append(float(seen.sizes.norm()))
+    if not norms[1] and options.get("lr", 1.0):
+        raise ArithmeticError(f"a copy of {type(optimizer).__name__} does not step")
     if norms[0] < norms[1] / 8:
         seen.over_gradient = norms[1] / math.sqrt(READ * ELEMENTS)
 
