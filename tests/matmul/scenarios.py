@@ -166,19 +166,10 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
 
 
 def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch.dtype) -> Tensor:
-    """The error bound of a matmul here: of its sum, and of four roundings: the CPU's matmul, two
-    scales, the result.
-    """
+    """The error bound of a matmul: of its sum, and of three roundings: two scales, the result."""
     of_sum = 0.0 if matmul.accumulation == "int32" else num_terms * 2.0**-23
-    # Codes in blocks are multiplied as values in bfloat16, integers too.
-    is_narrow = matmul.left.block is not None or not (
-        {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
-    )
-    product_rounding = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
-    return exactly.off(
-        of_sum,
-        [product_rounding, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]],
-    )
+    in_float32 = ROUNDING[torch.float32]
+    return exactly.off(of_sum, [in_float32, in_float32, in_float32, ROUNDING[dtype]])
 
 
 def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -5,6 +5,7 @@ what their layers would.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,3 +141,71 @@ def test_experts_that_do_not_say_how_their_weights_lie_are_not_stored() -> None:
         quantize_for_inference(zoo.build("Llama4"))
     served = quantize_for_inference(zoo.build("Llama4"), keep=("*.experts",))
     assert served(**zoo.inputs_of("Llama4")).logits.isfinite().all()
+
+
+# ── compiled ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class OfTransformers(Stacked):
+    """Experts that name their implementation, as transformers' do, and call the public function."""
+
+    config = SimpleNamespace(_experts_implementation="grouped_mm")
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        hidden = F.silu(F.grouped_mm(x, self.w1.transpose(-2, -1), offs=ends))
+        return F.grouped_mm(hidden, self.w2.transpose(-2, -1), offs=ends)
+
+
+@pytest.mark.parametrize("compute", ["int8-row", "nvfp4", "float8-tensor", "served"])
+def test_compiled_experts_are_one_graph_with_the_same_bits(compute: str) -> None:
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        experts = OfTransformers(False)
+        del experts.w3
+        experts.is_transposed = False
+        x = torch.randn(24, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+        x.requires_grad_()
+        model = nn.ModuleDict({"experts": experts})
+        if compute == "served":
+            quantize_for_inference(model, "int8-row")
+        else:
+            swap_linears(model, lambda _: compute)
+        call = experts
+        if compiles:
+            call = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        y = call(x, torch.tensor([8, 0, 10, 4]))  # and two tokens without an expert
+        y.float().square().mean().backward()
+        results.append([y, x.grad, *(p.grad for p in experts.parameters())])
+    assert results[0][1].any() and not results[0][0][-2:].any()
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_backward_keeps_a_byte_of_each_input_of_experts() -> None:
+    """Where the compute says so: the cast, and not the input too."""
+    experts = Stacked(False)
+    linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-tensor")
+    x = torch.randn(24, 32).bfloat16()
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    layer = linears.layers["experts.w1"]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(x, experts.w1, torch.tensor([8, 8, 20, 24], dtype=torch.int32))
+    of_input = [tensor for tensor in saved if tensor.shape == x.shape]
+    assert [tensor.dtype for tensor in of_input] == [torch.float8_e4m3fn]
+
+
+def test_batched_experts_are_refused_with_the_implementation_that_works() -> None:
+    model = zoo.build("Mixtral").bfloat16()
+    swap_linears(model, "float8-row")
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(RecipeError, match=r'set_experts_implementation\("grouped_mm"\)'):
+        model(**zoo.inputs_of("Mixtral"))
+    model.set_experts_implementation("grouped_mm")
+    assert model(**zoo.inputs_of("Mixtral")).loss.isfinite()

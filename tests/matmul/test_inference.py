@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +138,50 @@ def test_code_that_reads_a_weight_gets_the_stored_one(name: str) -> None:
     with pytest.raises(RecipeError, match="Cannot change the weight"):
         layer.weight[0] = 1
     assert torch.equal(torch.zeros(layer.weight.shape).copy_(layer.weight), layer.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("name", "reads", "pattern"),
+    [("T5", 0, ""), ("SwitchT", 0, ""), ("Llama", 0, ""), ("Mamba", 2, r"\*\.dt_proj"), ("Jamba", 1, r"\*\.dt_proj")],
+)  # fmt: skip
+def test_a_stored_weight_is_widened_for_products_alone_and_these_are_told(
+    name: str, reads: int, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that the model's own code makes has no cast, in training neither: its layer stays
+    wide.
+    """
+    model = quantize_for_inference(zoo.build(name).bfloat16(), "int8-row")
+    widened = []
+    dequantize = QuantizedLinear.dequantize
+    monkeypatch.setattr(
+        QuantizedLinear, "dequantize", lambda layer: widened.append(layer) or dequantize(layer)
+    )
+    with warnings.catch_warnings(record=True) as caught, torch.inference_mode():
+        warnings.simplefilter("always")
+        model(**zoo.inputs_of(name))
+    told = [str(warning.message) for warning in caught if "own code" in str(warning.message)]
+    assert len(widened) == len(told) == reads
+    assert all(re.search(pattern, line) for line in told)
+    if reads:
+        trained, served = (zoo.build(name).bfloat16().eval() for _ in range(2))
+        swap_linears(trained, "int8-row", keep=("*.dt_proj",))
+        quantize_for_inference(served, "int8-row", keep=("*.dt_proj",))
+        with torch.no_grad():
+            y = served(**zoo.inputs_of(name)).logits
+            assert torch.equal(y, trained(**zoo.inputs_of(name)).logits)
+
+
+def test_a_change_of_a_stored_weight_is_refused_however_it_is_made() -> None:
+    layer = quantize_for_inference(holder(), "int8-row")["fc"]
+    for change in (
+        lambda: torch.add(layer.weight.float(), 1, out=layer.weight),
+        lambda: layer.weight.copy_(torch.zeros(OUT, IN)),
+        lambda: nn.init.zeros_(layer.weight),
+        lambda: setattr(layer.weight, "data", torch.zeros(OUT, IN)),
+    ):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode(), pytest.raises(RecipeError, match="Cannot change the weight"):
+                change()
 
 
 def replaced(layer: nn.Linear) -> nn.Module:

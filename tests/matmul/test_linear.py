@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,7 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import FORMATS
 from oracles import linear as oracle
+from processors import pretending
 from tables import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
@@ -118,6 +119,31 @@ def test_a_layer_is_the_oracle_s(row: Compute) -> None:
         assert (results.output.double() - truth).norm() <= coarse * truth.norm()
 
 
+PROCESSORS = {"as here": None, "with products of bfloat16": ("avx512_bf16",), "without": ()}
+
+
+@exhaustive("processor", PROCESSORS)
+def test_a_product_is_the_exact_product_of_its_casts(processor: str) -> None:
+    """In float32 to 2^-20 of its norm; in bfloat16 rounded once, after its scales: to half a unit in
+    the last place.
+    """
+    sets = PROCESSORS[processor]
+    with nullcontext() if sets is None else pretending(*sets):
+        for row, dtype in itertools.product(ROWS, (torch.float32, torch.bfloat16)):
+            layer, _ = make_layer(row, 130, 20, dtype=dtype, bias=False)
+            x, grad = batch((70, 130, 20), dtype)
+            results = passed(layer, x, grad)
+            reference = expected(layer, x, grad)
+            for got, place in zip(results[:3], PLACES[:3], strict=True):
+                value, _ = reference[place]
+                error = got.double() - value
+                if dtype is torch.float32:
+                    assert error.norm() <= 2.0**-20 * value.norm(), (row.name, place)
+                elif row.dtype == "bfloat16":
+                    units = torch.exp2(value.abs().clamp_min(2.0**-100).log2().floor() - 7)
+                    assert (error / units).abs().quantile(0.98) <= 0.51, (row.name, place)
+
+
 # ── as a module ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -197,22 +223,15 @@ class Halved(nn.Linear):
         return super().forward(x) / 2
 
 
-def test_matrices_that_stay_wide_are_named_and_counted() -> None:
-    """Of PyTorch's encoder layer half: attention reads its matrices without a linear layer's
-    forward.
-    """
+def test_only_layers_of_a_linear_layer_s_own_forward_are_swapped() -> None:
     model = nn.ModuleDict({
-        "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
+        "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
     })  # fmt: skip
-    with pytest.warns(UserWarning, match="in_proj_weight"):
-        linears = swap_linears(model, "float8-row")
-    assert linears.kept == {
-        "encoder.self_attn.in_proj_weight": "MultiheadAttention",
-        "encoder.self_attn.out_proj.weight": "NonDynamicallyQuantizableLinear",
-        "halved.weight": "Halved",
-    }
-    assert str(linears).endswith("halved.weight (Halved)")
+    linears = swap_linears(model, lambda name: None if name == "lm_head" else "float8-row")
+    assert linears.layers.keys() == {"encoder.linear1", "encoder.linear2", "normed"}
+    assert str(linears) == "3 layers are narrow; wide: lm_head (by choice)"
+    assert str(swap_linears(nn.Linear(32, 32), "bfloat16")) == "0 layers are narrow"
 
 
 # ── compiled ──────────────────────────────────────────────────────────────────────────────────────

@@ -1,17 +1,26 @@
-"""Which layers stay wide: by what they do, whatever they are called."""
+"""Which layers stay wide: by what they do, whatever they are called, and however their weights are
+stored.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from matmul import zoo
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import NarrowLayers
+from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.notation import parse
+from narrowgauge.torch_support.anatomy import Parts, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 
@@ -146,3 +155,92 @@ def test_a_recipe_keeps_them_too() -> None:
     assert computes["blocks.0.gate"] == "nvfp4"
     assert computes.get("blocks.3.up", "bfloat16") == "bfloat16"
     assert computes.get("to_vocabulary", "bfloat16") == "bfloat16"
+
+
+# ── structure is not storage ──────────────────────────────────────────────────────────────────────
+
+
+def swapped(compute: str) -> Callable[[Any], Any]:
+    def swap(model: Any) -> Any:
+        swap_linears(model, compute)
+        return model
+
+    return swap
+
+
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    names: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.count(".") > 2:
+            names.add(name.rpartition(".")[2])
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=sorted(names)[:3], r=2))
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "swap": swapped("float8-row"),
+    "swap again": swapped("nvfp4"),
+    "quantize": lambda model: quantize_for_inference(model, "int8-row"),
+    "adapt": adapted,
+}
+ORDERS = (
+    ("swap", "swap again", "quantize", "adapt"), ("quantize", "quantize", "swap again"),
+    ("adapt", "swap", "quantize"), ("swap", "adapt", "swap again"),
+)  # fmt: skip
+
+
+def places(model: nn.Module, names: dict[nn.Module, str]) -> dict[str, object]:
+    """Return the parts that each module of the fresh model belongs to."""
+    found: Parts = parts(model)
+    inside = found.inside()
+    places: dict[str, object] = {}
+    for module, name in names.items():
+        places[name] = module in found.blocks, module in found.routers, module in inside
+    for experts in found.experts:
+        places[f"experts of {names.get(experts.owner)}"] = experts.number, experts.stacks
+    return places
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "GPT2", "T5", "Mixtral", "GptOss", "SwitchT", "Mamba", "Jamba", "Whisper", "Blip2"],
+)
+def test_parts_are_the_same_before_and_after_swaps_codes_and_adapters(name: str) -> None:
+    """In any order, and twice. A step may be refused: then the parts are the same too."""
+    for order in ORDERS:
+        if "adapt" in order and name not in ("Llama", "T5", "Mixtral", "Jamba"):
+            continue
+        with torch.device("meta"):
+            model: Any = zoo.build(name)
+        names = {module: name for name, module in model.named_modules()}
+        before = places(model, names)
+        for step in order:
+            with suppress(RecipeError):
+                model = STEPS[step](model)
+            assert places(model, names) == before, (order, step)
+
+
+def test_a_served_model_is_not_quantized_again_nor_its_head_narrowed() -> None:
+    for second in (STEPS["quantize"], STEPS["swap again"]):
+        model = quantize_for_inference(zoo.build("SwitchT").bfloat16(), "int8-row")
+        with pytest.raises(RecipeError, match=r"none is left.*outside the blocks, router"):
+            second(model)
+        assert type(model.lm_head) is nn.Linear
+
+
+def test_heads_that_are_small_networks_in_a_list_are_no_blocks() -> None:
+    """As Medusa's, beside the language model's own head."""
+    model = zoo.lm(layers=zoo.blocks())
+    model.heads = nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 128)) for _ in range(3)
+    )
+    linears = swap_linears(model.bfloat16(), "nvfp4")
+    assert linears.kept["heads.0.2"] == linears.kept["heads.0.0"] == "outside the blocks"
+    assert set(linears.layers) == {f"layers.{k}.{name}" for k in range(3) for name in "ab"}
+
+
+def test_a_model_whose_only_block_stays_wide_is_refused_with_the_reason() -> None:
+    model = zoo.lm(layers=zoo.blocks(1))
+    with pytest.raises(RecipeError, match=r"none is left beside.*last block, outside the blocks"):
+        swap_linears(model.bfloat16(), "nvfp4")

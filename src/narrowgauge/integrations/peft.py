@@ -60,11 +60,11 @@ def quantize_base(
     is_packed = inference.is_packed(chosen.output.right)
     if not is_packed:
         inference.with_codes(chosen)
-    layers = []
+    layers = {}
     for name, layer in _frozen(model):
         if not any(map(partial(fnmatch.fnmatchcase, name), patterns)):
             refuse_replaced_forward(name, layer, chosen)
-            layers.append(layer)
+            layers[name] = layer
     if not layers:
         raise RecipeError(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
@@ -73,7 +73,7 @@ def quantize_base(
         )
     inference.quantize_layers(layers, chosen)
     if not is_packed:
-        warn_if_emulated(chosen, layers[0].weight_codes.device)
+        warn_if_emulated(chosen, next(iter(layers.values())).weight_codes.device)
     return model
 
 

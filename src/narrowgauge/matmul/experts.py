@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.grouped import grouped
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.spec.computes import Compute
 from narrowgauge.torch_support.anatomy import parts
@@ -34,22 +35,8 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """Multiply ``[tokens, in]`` to ``[tokens, out]``; zero for tokens without an expert.
-
-        Args:
-            x: sorted by expert.
-            weights: ``[experts, out, in]``.
-            offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last
-                offset have no expert.
-        Cost: one layer per expert, and on CUDA a wait for the offsets.
-        """
-        outputs = []
-        start = 0
-        for expert, (weight, end) in enumerate(zip(weights, offsets.tolist(), strict=True)):
-            outputs.append(self.of_expert(x[start:end], weight, None, expert))
-            start = end
-        outputs.append(outputs[0].new_zeros(len(x) - start, weights.shape[1]))
-        return torch.cat(outputs)
+        """Multiply as :func:`~narrowgauge.matmul.grouped.grouped` does, in the dtype of a call."""
+        raise NotImplementedError
 
 
 class GroupedLinear(Projection, NarrowLayer):
@@ -68,28 +55,61 @@ class GroupedLinear(Projection, NarrowLayer):
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         return self.product(x, weight, bias, self.key[expert])
 
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        x, is_plain = self.entered(x, weights)
+        name = "" if is_plain else self.registered_name
+        keys = self.key if self.is_stochastic else None
+        y: Tensor = grouped(x, weights, offsets, name, keys, None)[0]
+        return y
+
 
 # ── the stacks of a module ────────────────────────────────────────────────────────────────────────
 
 
-NARROW = "narrow"
+_NARROW = "narrow"
 """The submodule that holds the swapped projections."""
+_SUFFIX = "_of_experts"
+"""Ends the name of a swapped projection, so that it is no target of adapters as its weight is."""
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-_PRODUCTS = (F.linear, *_MATMUL, torch._grouped_mm, F.grouped_mm)
+_GROUPED = (torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm)
+PRODUCTS = (F.linear, *_MATMUL, *_GROUPED)
 _KEPT = {"bfloat16", "contiguous", "float", "half", "t", "to", "transpose"}
 """Names of functions whose result is the same weight."""
+
+
+@torch.compiler.substitute_in_graph(F.grouped_mm, skip_signature_check=True)
+def _(*args: Any, **kwargs: Any) -> Any:
+    """Call what a compiler lets a stack take over: it puts torch._grouped_mm into its graph."""
+    return torch.ops.aten._grouped_mm(*args, **kwargs)
 
 
 class OwnCode:
     """A module of stacked weights whose own forward multiplies them, in low precision."""
 
-    # A compiler does not see which tensors are stacks.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def stored_weights(self) -> dict[str, Tensor]:
+        """Return what stands for the stacks that are stored as codes, by name."""
+        module: Any = self
+        stored = {}
+        for name, layer in _layers(module).items():
+            if module._parameters[name] is None:
+                stored[name] = layer.stand_in()
+        return stored
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward, with its swapped projections."""
+        if _implementation(self) == "grouped_mm":
+            return self._multiplied(*args, **kwargs)
+        return self._apart(*args, **kwargs)
+
+    # A compiler cannot follow loops over the tokens of each expert.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _apart(self, *args: Any, **kwargs: Any) -> Any:
+        return self._multiplied(*args, **kwargs)
+
+    def _multiplied(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
         multiplied: set[Any] = set()
-        layers = dict(module.get_submodule(NARROW).named_children())
+        layers = _layers(module)
         weights = {name: module._parameters[name] for name in layers}
         try:
             for name, layer in layers.items():
@@ -104,12 +124,41 @@ class OwnCode:
         has_tokens = any(isinstance(x, Tensor) and x.numel() > 0 for x in args)
         missed = [name for name, layer in layers.items() if layer not in multiplied]
         if has_tokens and missed:
-            raise RecipeError(
-                f"Cannot multiply '{missed[0]}' of {type(self).__name__} in low precision because "
-                "its code uses none of linear, matmul, bmm and grouped_mm on a whole weight.",
-                f'Leave it as it is with keep=("*.{missed[0]}",).',
-            )
+            _refuse(module, missed)
         return result
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """Return the swapped projections of a module by the names of their weights."""
+    layers = {}
+    for name, layer in module.get_submodule(_NARROW).named_children():
+        layers[name.removesuffix(_SUFFIX)] = layer
+    return layers
+
+
+def weight_name(name: str) -> str:
+    """Return the name of the weight that a swapped projection multiplies by, from its own name."""
+    return name.removesuffix(_SUFFIX).replace(f"{_NARROW}.", "")
+
+
+def _refuse(module: nn.Module, missed: list[str]) -> None:
+    """Raise RecipeError for projections that a module's code multiplies in another way."""
+    reason = "its code uses none of linear, matmul, bmm and grouped_mm on a whole weight"
+    patterns = ", ".join(f'"*.{name}"' for name in missed)
+    cure = f"Leave it as it is with keep=({patterns},)."
+    if _implementation(module) == "batched_mm":
+        reason = "'batched_mm' copies a weight for each token"
+        cure = 'Call model.set_experts_implementation("grouped_mm").'
+    raise RecipeError(
+        f"Cannot multiply '{missed[0]}' of {type(module).__name__} in low precision because {reason}.",
+        cure,
+    )
+
+
+def _implementation(module: Any) -> str | None:
+    """Return how a mixture of transformers multiplies its stacks."""
+    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return name
 
 
 class _Origin(NamedTuple):
@@ -127,16 +176,21 @@ class _Origin(NamedTuple):
 
 
 class _Stack(Tensor):
-    """A weight of experts, or the part of one expert."""
+    """A weight of experts, or the part of one expert.
+
+    Attributes:
+        plain: the same tensor, as no stack.
+    """
 
     origin: _Origin
+    plain: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
-                return _multiply(func, args[1].origin, *args, **kwargs)
+            if func in PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
+                return _multiply(func, args[1].origin, args[0], args[1].plain, *args[2:], **kwargs)
             result = func(*args, **kwargs)
             if not args or not isinstance(args[0], cls):
                 return result
@@ -152,14 +206,14 @@ class _Stack(Tensor):
 def _tracked(x: Tensor, origin: _Origin) -> _Stack:
     stack = x.as_subclass(_Stack)
     stack.origin = origin
+    stack.plain = x
     return stack
 
 
 def _multiply(
-    func: Any, origin: _Origin, x: Tensor, stack: Tensor, *rest: Any, **options: Any
+    func: Any, origin: _Origin, x: Tensor, weight: Tensor, *rest: Any, **options: Any
 ) -> Any:
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
-    weight = stack.as_subclass(Tensor)
     layer = origin.layer
     origin.multiplied.add(layer)
     if func is not F.linear:
@@ -183,8 +237,8 @@ def take_over(owner: nn.Module, name: str, layer: Projection) -> None:
     if not isinstance(owner, OwnCode):
         kind: Any = type(owner)
         owner.__class__ = extended_class(OwnCode, kind)
-        owner.add_module(NARROW, nn.ModuleDict())
-    owner.get_submodule(NARROW).add_module(name, layer)
+        owner.add_module(_NARROW, nn.ModuleDict())
+    owner.get_submodule(_NARROW).add_module(name + _SUFFIX, layer)
 
 
 def swap_projection(owner: nn.Module, name: str, compute: Compute, seed: int) -> None:
@@ -200,5 +254,6 @@ def projections(model: nn.Module) -> dict[str, nn.Module]:
     stacks = parts(model).stacks()
     for name, module in model.named_modules():
         for projection in stacks.get(module, ()):
-            owners[f"{name}.{projection}".removeprefix(".")] = module
+            if module._parameters[projection] is not None:  # not stored as codes
+                owners[f"{name}.{projection}".removeprefix(".")] = module
     return owners

@@ -5,7 +5,7 @@ Emulation: a narrow code times its block's power of two is exact in bfloat16, an
 four significant bits times its e4m3 scale. A bfloat16 matmul multiplies such numbers without error
 and adds in float32. It differs from a narrow kernel only in the order of the sum. A code times a
 block's float32 scale is rounded to float32, and multiplied there. The float32 scale of a row or a
-tensor multiplies the result instead, which the CPU's matmul has already rounded to bfloat16 once.
+tensor multiplies the sum instead, in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ def multiply(
     kernel = None
     if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
         kernel = native.kernel_here(product, device)
-    if kernel is not None:
+    if kernel is None:
+        a, b = _emulated(lhs, rhs, shape)
+        is_result = left is right is None and a.dtype == dtype
+        if is_result and bias is not None and not is_widened(dtype, device.type):
+            return torch.addmm(bias.to(dtype), a, b)
+        values = _multiply_values(a, b, is_result)
+    else:
         # Float32 sums, so that a bias is added before the result is rounded.
         sum_dtype = dtype
         if bias is not None:
@@ -59,16 +65,6 @@ def multiply(
         values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
         if values.shape != shape:
             values = values[: shape[0], : shape[1]]
-    else:
-        a, b = _emulated(lhs, rhs, shape)
-        if a.dtype == torch.int8:
-            values = _multiply_integers(a, b)
-        elif is_widened(a.dtype, device.type):
-            values = multiply_plain(a, b, None, torch.float32)
-        elif bias is not None and left is right is None and a.dtype == dtype:
-            return torch.addmm(bias.to(dtype), a, b)
-        else:
-            values = torch.mm(a, b)
     return _scaled(values, left, right, bias, dtype)
 
 
@@ -118,6 +114,21 @@ def _emulated(lhs: Operand, rhs: Operand, shape: tuple[int, int]) -> tuple[Tenso
         a = a.float()
         b = b.float()
     return a, b.t()
+
+
+def _multiply_values(a: Tensor, b: Tensor, is_result: bool) -> Tensor:
+    """Return the product of values or int8 codes, summed in float32 or wider.
+
+    It is rounded to the operands' dtype only if it is the result: nothing scales it.
+    """
+    if a.dtype == torch.int8:
+        return _multiply_integers(a, b)
+    if is_result and not is_widened(a.dtype, a.device.type):
+        return torch.mm(a, b)
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    values: Tensor = multiply_plain(a, b, None, torch.float32)
+    return values
 
 
 def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:

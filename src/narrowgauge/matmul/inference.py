@@ -9,15 +9,18 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul.experts import Projection, take_over
+from narrowgauge.matmul.experts import PRODUCTS, Projection, take_over
 from narrowgauge.matmul.gemm import warn_if_emulated
+from narrowgauge.matmul.grouped import grouped
 from narrowgauge.matmul.layer_matmuls import Call, output
 from narrowgauge.matmul.linear import (
     Computed,
@@ -52,7 +55,7 @@ def is_packed(right: Cast) -> bool:
     return right.format == "float4_e2m1fn" and right.block is not None
 
 
-def widened(stored: Sequence[Any], shape: tuple[int, int]) -> Tensor:
+def widened(stored: Sequence[Any], shape: Sequence[int]) -> Tensor:
     """Return a stored weight in float32, without padding: ``shape [out, in]``."""
     return values_of(Operand(*stored))[: shape[0], : shape[1]]
 
@@ -69,7 +72,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, shape: tuple[int, int], name: str, *stored: Any
+        ctx: Any, x: Tensor, bias: Tensor | None, shape: torch.Size, name: str, *stored: Any
     ) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.shape = shape
@@ -95,28 +98,41 @@ class _Stored(Computed):
 
     Attributes:
         dtype: of the weight; a change of the model's dtype changes it and ``bias``.
-        is_transposed: whether the weight was ``[in, out]``.
+        shape: of the weight, ``[out, in]`` or ``[experts, out, in]``.
+        is_transposed: whether the model's weight was ``[…, in, out]``.
     """
 
     weight_codes: Tensor
     weight_scales: Tensor
     dtype: torch.dtype
+    shape: torch.Size
     is_transposed: bool
 
-    def store(self, weight: Operand, dtype: torch.dtype, compute: Compute) -> None:
-        """Keep the codes and scales of a weight."""
-        self.dtype = dtype
+    def store(self, weight: Operand, like: Tensor, compute: Compute) -> None:
+        """Keep the codes and scales of a weight, and the shape and dtype of ``like``."""
+        self.dtype = like.dtype
+        self.shape = like.shape
         self.compute_as(compute)
         for name, tensor in zip(NAMES, weight, strict=True):
             if tensor is not None:
                 self.register_buffer(name, tensor)
 
-    def multiply(
-        self, x: Tensor, weight: Sequence[Any], shape: tuple[int, int], bias: Tensor | None
-    ) -> Tensor:
-        """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
+    def stand_in(self) -> Tensor:
+        """Return a tensor of the model's weight's shape and dtype, without memory."""
+        matrix = torch.empty((), dtype=self.dtype, device=self.weight_codes.device)
+        matrix = matrix.expand(self.shape)
+        return matrix.mT if self.is_transposed else matrix
+
+    def entered(self, x: Tensor) -> Tensor:
+        """Return an input in its dtype, or autocast's."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
+
+    def multiply(self, x: Tensor, weight: Sequence[Any], bias: Tensor | None) -> Tensor:
+        """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
+        x = self.entered(x)
+        shape = self.shape[-2:]
         if not x.numel():  # no tokens, as of an expert that gets none
             return x.new_zeros(*x.shape[:-1], shape[0]) + x.sum()
         run: Any = _Product.apply
@@ -148,35 +164,93 @@ class _Stored(Computed):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class _Copy(Tensor):
-    """A copy of a stored weight. To change it would change nothing, so that is refused."""
+_OF_SHAPE = {
+    *(getattr(Tensor, name).__get__ for name in (
+        "device", "dtype", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape",
+    )),
+    *(Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+}  # fmt: skip
+"""What a weight answers without its values."""
+_DATA: Any = Tensor.data
+
+
+class _LazyWeight(Tensor):
+    """The weight of a layer that stores codes: widened in each function that needs its values.
+
+    A change of such values would change nothing, so it is refused.
+
+    Attributes:
+        layer: whose weight it is.
+    """
+
+    layer: QuantizedLinear
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        changes = name in ("__set__", "__setitem__")
-        changes |= name.endswith("_") and not name.endswith("__")
-        is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
-        if (changes or is_data) and isinstance(args[0], cls):
-            raise RecipeError(
-                "Cannot change the weight of a layer that stores codes and scales.",
-                "To merge adapters, load the base again in 16 bits; add adapters before "
-                "quantize_base.",
-            )
+        kwargs = kwargs or {}
+        reads: list[tuple[QuantizedLinear, Tensor, int]] = []
+
+        def read(weight: _LazyWeight) -> Tensor:
+            with torch.inference_mode(False):  # else a change would not be counted
+                values = weight.layer.read()
+            reads.append((weight.layer, values, values._version))
+            return values
+
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if func in _OF_SHAPE:
+                return func(*args, **kwargs)
+            if func == _DATA.__get__:
+                return args[0]
+            args, kwargs = tree_map_only(cls, read, (args, kwargs))
+            result = func(*args, **kwargs)
+        for layer, values, version in reads:
+            if func == _DATA.__set__ or values._version != version:
+                raise RecipeError(
+                    "Cannot change the weight of a layer that stores codes and scales.",
+                    "To merge adapters, load the base again in 16 bits; add adapters before "
+                    "quantize_base.",
+                )
+            if func in PRODUCTS:
+                _warn_of_product(layer)
+        return result
+
+
+def _warn_of_product(layer: QuantizedLinear) -> None:
+    pattern = "*." + layer.layer_name.rpartition(".")[2]
+    warnings.warn(
+        f"The model's own code multiplies by the weight of '{layer.layer_name}', which stores codes: "
+        "they are widened in each call, and the product is not the one that was trained. Leave such "
+        f'layers wide with keep=("{pattern}",).',
+        stacklevel=4,
+    )
 
 
 class QuantizedLinear(_Stored, nn.Linear):
-    """A linear layer with codes and scales instead of a weight."""
+    """A linear layer with codes and scales instead of a weight.
+
+    Attributes:
+        layer_name: its name in the model.
+    """
+
+    layer_name: str
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Return a copy of the weight, for code that reads it."""
+        """Return a weight that is widened when its values are needed, for code that reads it."""
+        if torch.compiler.is_compiling():  # a compiler drops what is not used
+            return self.read()
+        weight = self.stand_in().as_subclass(_LazyWeight)
+        weight.layer = self
+        return weight
+
+    def stored_weights(self) -> dict[str, Tensor]:
+        """Return a stand-in for the weight."""
+        return {"weight": self.stand_in()}
+
+    def read(self) -> Tensor:
+        """Return the values of the weight."""
         matrix = self.dequantize().to(self.dtype)
-        if self.is_transposed:
-            matrix = matrix.t()
-        return matrix.as_subclass(_Copy)
+        return matrix.t() if self.is_transposed else matrix
 
     def stored(self) -> list[Tensor | None]:
         """Return the parts of an operand."""
@@ -184,27 +258,23 @@ class QuantizedLinear(_Stored, nn.Linear):
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
-        return widened(self.stored(), (self.out_features, self.in_features))
+        return widened(self.stored(), self.shape)
 
     def forward(self, input: Tensor) -> Tensor:
-        shape = self.out_features, self.in_features
-        return self.multiply(input, self.stored(), shape, self.bias)
+        return self.multiply(input, self.stored(), self.bias)
 
 
 class QuantizedExperts(_Stored, Projection):
     """One projection of all experts: codes ``[experts, out, in]`` and scales."""
 
-    def stand_in(self) -> Tensor:
-        """Return a tensor of the weight's shape and dtype, without memory."""
-        codes = self.weight_codes
-        if self.is_transposed:
-            codes = codes.transpose(1, 2)
-        return torch.empty((), dtype=self.dtype, device=codes.device).expand(codes.shape)
-
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        outputs, inputs = self.weight_codes.shape[1:]
         stored = self.weight_codes[expert], self.weight_scales[expert], None
-        return self.multiply(x, stored, (outputs, inputs), bias)
+        return self.multiply(x, stored, bias)
+
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        codes, scales = self.weight_codes, self.weight_scales
+        y: Tensor = grouped(self.entered(x), codes, offsets, self.registered_name, None, scales)[0]
+        return y
 
 
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────
@@ -231,8 +301,8 @@ def quantize_for_inference(
         keep: name patterns (shell wildcards) of layers to leave alone, beside heads, routers and
             adapters.
     Returns:
-        The model, in evaluation mode. It computes in the dtype of its input. Its weights are
-            frozen.
+        The model, in evaluation mode. It computes in the dtype of its input. Codes do not train;
+            embeddings, norms, biases and layers that stay wide are as they were.
     Raises:
         RecipeError: an unknown compute, or one without such codes; no linear layer to quantize;
             experts whose module does not say how its weights lie.
@@ -249,10 +319,10 @@ def quantize_for_inference(
         _require_storable(name, module)
     keep_from_fused_kernels(model)
     device = next(model.parameters()).device
-    linears = []
+    linears = {}
     for name, (module, _) in layers.items():
         if is_linear(module):
-            linears.append(module)
+            linears[name] = module
         else:
             _quantize_experts(module, name.rpartition(".")[2], compute)
     quantize_layers(linears, compute)
@@ -285,7 +355,7 @@ def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
         matrices = matrices.transpose(1, 2)
     operands = [codes_of(matrix, compute.output.right) for matrix in matrices]
     codes, scales, _ = map(list, zip(*operands, strict=True))
-    layer.store(Operand(torch.stack(codes), torch.stack(scales)), weights.dtype, compute)
+    layer.store(Operand(torch.stack(codes), torch.stack(scales)), matrices, compute)
     owner._parameters[name] = None
     take_over(owner, name, layer)
 
@@ -307,13 +377,14 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layers(modules: list[Any], compute: Compute) -> None:
-    """Make linear layers :class:`QuantizedLinear`. Those that share a weight share its codes.
+def quantize_layers(layers: Mapping[str, Any], compute: Compute) -> None:
+    """Make linear layers, by name, :class:`QuantizedLinear`. Those that share a weight share its
+    codes.
 
     They stay the same objects, so hooks and references stay valid.
     """
     operands: dict[tuple[int, bool], Operand] = {}
-    for module in modules:
+    for name, module in layers.items():
         matrix = matrix_of(module).detach()
         module.is_transposed = is_transposed(module)
         key = id(module.weight), module.is_transposed
@@ -323,5 +394,6 @@ def quantize_layers(modules: list[Any], compute: Compute) -> None:
             del module.key
         del module.weight
         module.__class__ = QuantizedLinear
+        module.layer_name = name
         module.out_features, module.in_features = matrix.shape
-        module.store(operands[key], matrix.dtype, compute)
+        module.store(operands[key], matrix, compute)

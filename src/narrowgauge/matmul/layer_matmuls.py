@@ -31,12 +31,9 @@ from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute
-from narrowgauge.torch_support.torch_names import is_traced
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
 """Computes by the name that graphs hold: the table's, and those that :func:`register` adds."""
-TRACED: set[str] = set()
-"""Computes that a compiler has traced, in whose graphs nothing sees which layers are called."""
 
 
 def register(compute: Compute) -> str:
@@ -182,8 +179,6 @@ class LayerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Any:
-        if is_traced():
-            TRACED.add(call.name)
         y, saved = layer_output(x, weight, bias, call)
         key = call.key
         if key is not None:  # DDP writes buffers before each pass

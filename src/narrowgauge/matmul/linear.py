@@ -55,7 +55,6 @@ class NarrowLayer(Computed):
         names: the layer's name, or one for each expert.
         seed: of stochastic casts.
         key: int32 ``[names]``: keys of the layer's random bits, from seed and name.
-        was_called: whether it has multiplied, outside compiled code.
     """
 
     names: tuple[str, ...]
@@ -63,7 +62,6 @@ class NarrowLayer(Computed):
     is_plain: bool
     seed: int
     key: Tensor
-    was_called: bool = False
 
     def begin(
         self, names: Sequence[str], device: torch.device | None, compute: Compute, seed: int
@@ -77,15 +75,11 @@ class NarrowLayer(Computed):
         # Here, since a compiler breaks its graph where a property is computed first.
         self.is_stochastic = compute.is_stochastic
 
-    def product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: Tensor | None = None
-    ) -> Tensor:
-        """Multiply ``[..., in]``, in its dtype or autocast's, by a weight ``[out, in]``.
+    def entered(self, x: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+        """Return ``x`` in its dtype, or autocast's, and whether its products are a plain layer's.
 
         Raise if the dtype is not the compute's: float16 needs a loss scale.
         """
-        if not torch.compiler.is_compiling():
-            vars(self)["was_called"] = True
         dtype = x.dtype
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
@@ -100,8 +94,14 @@ class NarrowLayer(Computed):
                 f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or "
                 f"{self.compute.dtype} weights and inputs.",
             )
-        x = x.to(dtype)
-        if not x.numel() or (self.is_plain and is_own):
+        return x.to(dtype), self.is_plain and is_own
+
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: Tensor | None = None
+    ) -> Tensor:
+        """Multiply ``[..., in]``, in its dtype or autocast's, by a weight ``[out, in]``."""
+        x, is_plain = self.entered(x, weight)
+        if not x.numel() or is_plain:
             return linear(x, weight, bias)
         if key is None:
             key = self.key

@@ -52,7 +52,7 @@ def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -
     roles |= dict.fromkeys(model_parts.routers, "router")
     inside = model_parts.inside()
     layers = multiplied(model)
-    if warns and not inside and len(layers) > 1:
+    if warns and not inside and layers:
         warnings.warn(
             f"Nothing says which modules of this {type(model).__name__} are its blocks, so all of "
             "its linear layers are narrow, the last one too. Name those to keep with keep=.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import TRACED
 from narrowgauge.matmul.linear import (
     Linear,
     NarrowLayer,
@@ -51,53 +49,34 @@ class NarrowLayers:
         layers = {}
         for name, module in self.model.named_modules():
             if isinstance(module, NarrowLayer):
-                layers[name.replace(f"{experts.NARROW}.", "")] = module
+                if isinstance(module, experts.Projection):
+                    name = experts.weight_name(name)
+                layers[name] = module
         return layers
 
     @property
     def kept(self) -> dict[str, str]:
-        """Return the matrices that no narrow layer multiplies, and why: their role (see
-        :mod:`.roles`), ``by choice``, ``never called`` where other layers were, or the class whose
-        code reads them.
+        """Return the linear layers and projections of experts that are not narrow, and why: their
+        role (see :mod:`.roles`), or ``by choice``.
         """
         layers = self.layers
         keep_last = max([layer.compute.keep_last for layer in layers.values()], default=0.0)
         roles = roles_of(self.model, keep_last)
-        has_run = not TRACED and any(layer.was_called for layer in layers.values())
         wide = {}
         for name in multiplied(self.model):
             if name not in layers:
                 wide[name] = roles.get(name, "by choice")
-            elif has_run and not layers[name].was_called:
-                # A model may read a layer's weight in its own code, as Mamba does dt_proj's.
-                wide[name] = "never called"
-        return wide | read_elsewhere(self.model)
+        return wide
 
     def __str__(self) -> str:
         wide = [f"{name} ({reason})" for name, reason in self.kept.items()]
-        line = f"{len(self.layers)} layers are narrow"
+        num_narrow = sum(not layer.compute.is_wide for layer in self.layers.values())
+        line = f"{num_narrow} layers are narrow"
         if wide:
             line += f"; wide: {', '.join(wide[:_MOST_NAMES])}"
         if len(wide) > _MOST_NAMES:
             line += f" and {len(wide) - _MOST_NAMES} more"
         return line
-
-
-def read_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Return the matrices that are not a layer's: the classes whose own code reads them, by name.
-
-    A matrix is a parameter of two or more dims, but no bias and no embedding.
-    """
-    layer_names = multiplied(model)
-    readers = {}
-    for name, parameter in model.named_parameters():
-        owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
-        owner = model.get_submodule(owner_name)
-        is_matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
-        is_known = owner_name in layer_names or name in layer_names
-        if is_matrix and not is_known and not isinstance(owner, nn.Embedding | nn.LayerNorm):
-            readers[name] = type(owner).__name__
-    return readers
 
 
 def swap_linears(
@@ -121,8 +100,8 @@ def swap_linears(
             below 16 bits.
         seed: of stochastic casts.
     Returns:
-        A handle on the narrow layers. ``print(linears)`` says what stays wide, and why. A warning
-        names matrices that no ``nn.Linear`` multiplies, and says if the model has no blocks.
+        A handle on the narrow layers. ``print(linears)`` says which linear layers stay wide, and
+        why. A warning says if the model has no blocks.
     Raises:
         RecipeError: an unknown compute, no linear layer to swap, or experts that cannot be swapped.
     Cost: none until the layers are used. The first use of a compute compiles its casts, some
@@ -152,15 +131,8 @@ def swap_linears(
             experts.swap_projection(module, name, chosen, seed)
     keep_from_fused_kernels(model)
     linears = NarrowLayers(model)
-    layers = linears.layers.values()
-    for layer in layers:
+    for layer in linears.layers.values():
         warn_if_emulated(layer.compute, layer.key.device)
-    is_narrow = not all(layer.compute.is_wide for layer in layers)
-    if is_narrow and read_elsewhere(model):
-        warnings.warn(
-            f"{linears}. linears.kept lists all. Only layers of nn.Linear's own forward are swapped.",
-            stacklevel=2,
-        )
     return linears
 
 
@@ -211,9 +183,12 @@ def chosen_layers(
             chosen[name] = module, get_compute(choice)
             refuse_replaced_forward(name, module, chosen[name][1])
     if not chosen:
+        reason = "none is left"
+        if roles:
+            reason += f" beside those that stay wide ({', '.join(sorted(set(roles.values())))})"
         raise RecipeError(
-            f"Cannot swap the linear layers of this {type(model).__name__} because none is left.",
+            f"Cannot swap the linear layers of this {type(model).__name__} because {reason}.",
             "Its layers must be nn.Linear or transformers' Conv1D, hold a weight and not codes, and "
-            "not all be kept.",
+            "not all be kept. A function from names to computes chooses among all layers.",
         )
     return chosen

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,12 +41,13 @@ class Parts(NamedTuple):
     routers: list[nn.Module]
     experts: list[Experts]
     adapters: set[nn.Module]
+    words: int
 
     def inside(self) -> set[nn.Module]:
         """Return all modules inside runs of blocks."""
         blocks: list[nn.Module] = []
         for run in self.runs:
-            if _is_of_blocks(run):
+            if _is_of_blocks(run, self.words):
                 blocks.extend(run)
         return _with_children(blocks)
 
@@ -79,7 +80,8 @@ def parts(model: nn.Module) -> Parts:
         for mixture, scorers in _mixtures(place):
             experts.append(mixture)
             routers |= dict.fromkeys(scorers)
-    return Parts(_blocks(model, runs), runs, list(routers), experts, adapters)
+    words = max([len(table.weight) for table in _holders_of_tokens(model)], default=0)
+    return Parts(_blocks(model, runs, words), runs, list(routers), experts, adapters, words)
 
 
 # ── sets of modules ───────────────────────────────────────────────────────────────────────────────
@@ -102,10 +104,22 @@ def _adapters(model: nn.Module) -> set[nn.Module]:
     return adapters
 
 
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own weights by name. For a weight that is stored as codes stands a tensor of
+    its shape and dtype, without memory: the module's ``stored_weights()``.
+
+    Whatever asks for a model's weights asks here, so a model has the same parts in every form.
+    """
+    weights = dict[str, Tensor](module.named_parameters(recurse=False))
+    stored: Any = getattr(module, "stored_weights", dict)
+    weights.update(stored())
+    return weights
+
+
 def _matrices(module: nn.Module) -> list[Tensor]:
     if isinstance(module, nn.Embedding):
         return []
-    return [p for p in module.parameters(recurse=False) if p.ndim == 2]
+    return [p for p in weights_of(module).values() if p.ndim == 2]
 
 
 def _num_rows(module: nn.Module) -> int:
@@ -150,14 +164,16 @@ def _runs(module: nn.Module, skipped: set[nn.Module]) -> list[list[nn.Module]]:
     return runs
 
 
-def _blocks(model: nn.Module, runs: list[list[nn.Module]]) -> list[nn.Module]:
+def _blocks(model: nn.Module, runs: list[list[nn.Module]], words: int) -> list[nn.Module]:
     """Return the run of blocks nearest to the tokens' embedding; empty without such a run."""
     parents = _parents(model)
     holders = _holders_of_tokens(model)
     blocks: list[nn.Module] = []
     best = (-len(parents), 0)
     owner: nn.Module | None = None
-    for run in filter(_is_of_blocks, runs):
+    for run in runs:
+        if not _is_of_blocks(run, words):
+            continue
         steps = 0
         scope = parents[run[0]]
         while holders and scope in parents and holders.isdisjoint(scope.modules()):
@@ -181,16 +197,23 @@ def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return parents
 
 
-def _holders_of_tokens(model: nn.Module) -> set[nn.Module]:
+def _holders_of_tokens(model: nn.Module) -> set[nn.Embedding]:
     """Return the embeddings of the tokens' table, the largest."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     most = max([len(table.weight) for table in tables], default=0)
     return {table for table in tables if len(table.weight) == most}
 
 
-def _is_of_blocks(run: list[nn.Module]) -> bool:
-    """Return whether a member of a run holds two matrices or more."""
-    return any(sum(p.ndim > 1 for p in member.parameters()) > 1 for member in run)
+def _is_of_blocks(run: list[nn.Module], words: int) -> bool:
+    """Return whether a member of a run holds two matrices or more, and does not end in one with a
+    row for each word, as a head does.
+    """
+    for member in run:
+        weights = [w for module in member.modules() for w in weights_of(module).values()]
+        matrices = [w for w in weights if w.ndim > 1]
+        if len(matrices) > 1:
+            return len(matrices[-1]) != words
+    return False
 
 
 # ── mixtures ──────────────────────────────────────────────────────────────────────────────────────
@@ -201,7 +224,7 @@ def stacked(module: nn.Module) -> dict[str, int]:
     counts: dict[str, int] = {}
     if isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear):
         return counts
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, parameter in weights_of(module).items():
         if parameter.ndim == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
             counts[name] = len(parameter)
     return counts
