@@ -33,7 +33,6 @@ EIGHT = [COMPUTES[name] for name in (
 """Computes that stand for all in what does not depend on the arithmetic: each granularity, random
 bits.
 """
-CPU = torch.device("cpu")
 KEY = torch.tensor(1234567, dtype=torch.int32)
 # The dimension that each matmul contracts of what a layer has: x and w, dy and w, dy and x.
 DIMS = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
@@ -112,7 +111,7 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
     ):
         x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
         draw = None if cast.rounding == "nearest" else KEY
-        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), key=draw))
+        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast), key=draw))
     return operands
 
 

@@ -47,10 +47,8 @@ def multiply(
     left, right = lhs.outer, rhs.outer
     if product.right.granularity == "column":
         right = None
-    kernel = None
-    if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
-        kernel = native.kernel_here(product, device)
-    if kernel is None:
+    is_native = lhs.data.dtype in CODES and rhs.data.dtype in CODES
+    if not is_native or not native.has_kernel(product, device):
         a, b = _emulated(lhs, rhs, shape)
         is_result = left is right is None and a.dtype == dtype
         if is_result and bias is not None and not is_widened(dtype, device.type):
@@ -62,7 +60,7 @@ def multiply(
         if bias is not None:
             sum_dtype = torch.float32
         rhs = rhs._replace(outer=right)
-        values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
+        values, left, right = native.multiply_codes(lhs, rhs, product, sum_dtype)
         if values.shape != shape:
             values = values[: shape[0], : shape[1]]
     return _scaled(values, left, right, bias, dtype)
@@ -173,18 +171,14 @@ def _row_major(x: Tensor) -> Tensor:
 # ── what is emulated ──────────────────────────────────────────────────────────────────────────────
 
 
-def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.dtype:
-    """Return the result dtype of a cast, one side of ``product``: of codes with scales of rows or
-    tensors always, of codes in blocks where a kernel takes them.
-    """
+def operand_dtype(cast: Cast) -> torch.dtype:
+    """Return the result dtype of a cast: of codes with scales of rows or tensors, or of values."""
     if cast.is_wide:
         name = cast.format
     elif cast.block is None and cast.carrier:
         name = cast.carrier
-    elif native.kernel_here(product, device) is None:
-        name = cast.values_format
     else:
-        name = cast.carrier
+        name = cast.values_format
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
@@ -198,7 +192,7 @@ def warn_if_emulated(compute: Compute, device: torch.device) -> None:
     for product in compute.products.values():
         both = {product.left.format, product.right.format}
         if needs_kernel(product):
-            is_native = native.kernel_here(product, device) is not None
+            is_native = native.has_kernel(product, device)
         else:
             is_native = device.type != "cpu" or all(map(multiplies, both))
         if not is_native:

@@ -75,7 +75,7 @@ class Call(NamedTuple):
             key = mixed(self.key, row.random_key)
         if right is not None and right.outer is not None and product.right.granularity == "column":
             fold = right.outer.reshape((1, -1) if row.dim == 1 else (-1, 1))
-        return cast_matrix(x, cast, row.dim, operand_dtype(cast, product, x.device), key, fold)
+        return cast_matrix(x, cast, row.dim, operand_dtype(cast), key, fold)
 
 
 def output(

@@ -1,10 +1,10 @@
 """Multiply the operands' own codes by PyTorch's GPU kernels, the rows of
 :mod:`narrowgauge.spec.kernels`.
 
-The operands' scales are laid out as the row's kernel reads them, their sides are padded, and the
-result is cropped. Casts write codes along the contraction, as kernels read them, so operands of whole sides
-are not copied. Codes, scales and rounding equal those of the emulation in bfloat16
-(:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ.
+The sides of the operands are padded, and the result is cropped. Casts write codes along the
+contraction, as kernels read them, so operands of whole sides are not copied. Codes, scales and
+rounding equal those of the emulation (:mod:`narrowgauge.matmul.gemm`). Only the order and the
+accumulation of the sum differ.
 
 A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies
 two small matrices whose product is exact in any order. If it raises or is off by one bit, its
@@ -21,24 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul.operand import Operand, values_of
-from narrowgauge.numerics.quantization import scales_in_columns, square_scales_in_columns
 from narrowgauge.spec.computes import Cast, Product
-from narrowgauge.spec.kernels import Kernel, kernel_for
+from narrowgauge.spec.kernels import kernel_for
 from narrowgauge.torch_support import torch_names
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
 
 
-def kernel_here(product: Product, device: torch.device) -> Kernel | None:
-    """Return the device's kernel for the codes of a product; ``None`` if it has no working one."""
+def has_kernel(product: Product, device: torch.device) -> bool:
+    """Return whether the device has a working kernel for the codes of a product."""
     architecture = architecture_of(device)
-    if architecture is None:
-        return None
-    kernel = kernel_for(product, architecture)
-    if kernel is None or not _works(kernel, product.left, product.right, device):
-        return None
-    return kernel
+    if architecture is None or kernel_for(product, architecture) is None:
+        return False
+    return _works(product.left, product.right, device)
 
 
 @lru_cache(None)
@@ -51,9 +47,9 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
+    lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the product of two operands that the kernel takes, with padded sides, in ``dtype`` or
+    """Return the product of two operands that a kernel takes, with padded sides, in ``dtype`` or
     float32, and the outer scales by which it is still to be multiplied.
 
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
@@ -61,9 +57,6 @@ def multiply_codes(
     left = right = None
     a = filled(lhs.data).contiguous()
     b = filled(rhs.data).contiguous()
-    if kernel.scales:
-        names = product.left.granularity, product.right.granularity
-        return _scaled_product(a, b, _in_columns(lhs), _in_columns(rhs), *names, dtype), None, None
     has_rows = any(x.outer is not None and x.outer.numel() > 1 for x in (lhs, rhs))
     if has_rows and dtype != torch.bfloat16:
         # With scales of rows, older libraries' kernel writes only bfloat16.
@@ -106,44 +99,12 @@ def _scale_of(operand: Operand, has_rows: bool) -> Tensor:
     return filled(column, columns_by=1).contiguous()
 
 
-def _in_columns(operand: Operand) -> Tensor:
-    """Return the scales of blocks as a kernel reads them."""
-    assert operand.inner is not None
-    inner = operand.inner.float()
-    if inner.shape[0] < operand.data.shape[0]:
-        return square_scales_in_columns(inner)
-    return scales_in_columns(filled(inner, columns_by=1))
-
-
-# The kernel's call alone is an operator of ours: casts and padding around it are traced, and fuse.
-@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
-def _scaled_product(
-    a: Tensor, b: Tensor, first: Tensor, second: Tensor, left: str, right: str, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """Multiply codes ``[side, contraction]`` by ``scaled_mm``.
-
-    ``first`` and ``second`` are the scales of their blocks, ``left`` and ``right`` the
-    granularities.
-    """
-    sides: list[Any] = []
-    for granularity, scales in ((left, first), (right, second)):
-        sides += [[scales], [getattr(F.ScalingType, "BlockWise" + granularity)]]
-    product: Any = F.scaled_mm
-    result: Tensor = product(a, b.t(), *sides, output_dtype=dtype)
-    return result
-
-
-@_scaled_product.register_fake
-def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
-
-
 # ── the trial of a kernel ─────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache(None)
-def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
-    """Return whether a kernel multiplies two small matrices without error.
+def _works(lhs: Cast, rhs: Cast, device: torch.device) -> bool:
+    """Return whether the kernel multiplies two small matrices without error.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
@@ -153,7 +114,7 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
         there = _moved(first, device), _moved(second, device)
         try:
             for dtype in (torch.bfloat16, torch.float32):
-                values, left, right = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
+                values, left, right = multiply_codes(*there, Product(lhs, rhs), dtype)
                 # Read here: a device error is raised when its result is read.
                 result = values[: exactly.shape[0], : exactly.shape[1]].cpu().double()
                 if left is not None and right is not None:
@@ -175,20 +136,9 @@ def _moved(operand: Operand, device: torch.device) -> Operand:
 def _exact_operand(cast: Cast, rows: int) -> Operand:
     """Return an operand of small whole numbers whose scales are powers of two: sums of its products
     are exact in any order, also in registers of fewer bits than float32 has.
-
-    It has several blocks in each direction.
     """
     draw = torch.Generator().manual_seed(rows)
-    sides = cast.block or (1, 640)
-    if sides[0] > 1:
-        rows = 256
     codes = torch.randint(-2, 3, (rows, 640), generator=draw).float()
     codes = codes.to(getattr(torch, cast.format))
-    scales = (
-        torch.randint(-1, 2, (rows // sides[0], 640 // sides[1]), generator=draw).float().exp2()
-    )
-    if cast.granularity == "tensor":
-        return Operand(codes, scales[:1])
-    if cast.block is None:
-        return Operand(codes, scales)
-    return Operand(codes, None, scales)
+    scales = torch.randint(-1, 2, (rows, 1), generator=draw).float().exp2()
+    return Operand(codes, scales[:1] if cast.granularity == "tensor" else scales)

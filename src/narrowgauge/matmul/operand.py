@@ -2,8 +2,8 @@
 
 :mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per
 cast and dimension. Under ``torch.compile`` its operations are part of the model's graph. The result
-is int8, float8 or four-bit *codes* if a kernel takes codes or backward needs them. Otherwise it is
-bfloat16 *values*: code times its block's scale, which is exact.
+is int8 or float8 *codes* with a scale for each row or for the tensor, or bfloat16 *values*: code times
+its block's scale, which is exact. Stored weights may be pairs of four-bit codes.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Operand(NamedTuple):
     """One side of a matmul, ``[side, contraction]``: it represents ``data * inner * outer``.
 
     Attributes:
-        data: padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Four-bit
-            codes are in pairs along the contraction, which is half as long.
+        data: padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Stored
+            four-bit codes are in pairs along the contraction, which is half as long.
         outer: float32 ``[side, 1]``, ``[1, contraction]`` or ``[1, 1]``; ``None`` without one.
-        inner: block scales ``[side blocks, contraction blocks]``, in their own format, for codes of
-            a cast in blocks; else ``None``.
+        inner: of pairs of four-bit codes, the scales ``[rows, contraction blocks]`` in their own
+            format; else ``None``.
     """
 
     data: Tensor
@@ -105,9 +105,9 @@ def cast_matrix(
         function = bound(_cast_whole, cast=cast, dim=dim, dtype=dtype)
         operand = Operand(*fused(size, function, x, key, fold))
     else:
-        function = bound(_cast_blocks, cast=cast, dim=dim, dtype=dtype)
+        function = bound(_cast_blocks, cast=cast, dtype=dtype)
         data, scales, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
-        if dtype in CODES:
+        if dtype == PAIRS:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
         else:
             operand = Operand(data.view(x.shape), outer)
@@ -123,10 +123,7 @@ def without_outer(operand: Operand) -> Tensor:
     data, _, inner = operand
     if inner is None:
         return data.to(torch.bfloat16) if data.dtype in CODES else data
-    if data.dtype == PAIRS:
-        codes = four_bit_values(unpacked_pairs(data, 1))
-    else:
-        codes = data.float()
+    codes = four_bit_values(unpacked_pairs(data, 1))
     values = codes * spread(inner.float(), codes.shape)
     return values if inner.dtype == torch.float32 else values.to(torch.bfloat16)
 
@@ -169,10 +166,10 @@ def _cast_whole(
 
 
 def _cast_blocks(
-    x: Tensor, key: Tensor | None, *, cast: Cast, dim: int, dtype: torch.dtype
+    x: Tensor, key: Tensor | None, *, cast: Cast, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
-    """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
-    float32, their inverses, and the tensor's scale.
+    """Cast a matrix in blocks: values in a dtype, or pairs of codes along its rows; scales in float32,
+    of pairs in their own format, and in float32; their inverses, and the tensor's scale.
     """
     words = None
     if key is not None:
@@ -181,15 +178,9 @@ def _cast_blocks(
         words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
     codes, inner, inverse, outer = quantize_blocks(x, cast, words, None)
     # A compiler computes scales that are returned once, not at each value.
-    if dtype not in CODES:
+    if dtype != PAIRS:
         return (codes * inner).to(dtype), inner, inner, inverse, outer
-    matrix = codes.flatten(0, 1).flatten(1, 2)
-    if dtype == PAIRS:
-        data = packed_pairs(four_bit_codes(matrix), dim)
-    else:
-        data = matrix.to(dtype)
-    if dim == 0:
-        data = data.t().contiguous().t()
+    data = packed_pairs(four_bit_codes(codes.flatten(0, 1).flatten(1, 2)), 1)
     scales = inner.flatten(0, 1).flatten(1, 2)
     if cast.scale == "float8_e8m0fnu":  # its exponents as uint8: Triton does not know it
         scales = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)

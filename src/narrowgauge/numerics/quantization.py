@@ -297,7 +297,7 @@ def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
     return x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])
 
 
-# ── what a GPU's matmul kernels read ──────────────────────────────────────────────────────────────
+# ── four-bit codes ────────────────────────────────────────────────────────────────────────────────
 
 # The magnitudes of e2m1, doubled, by code; the sign is the fourth bit.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -336,22 +336,3 @@ def packed_pairs(codes: Tensor, dim: int) -> Tensor:
 def unpacked_pairs(packed: Tensor, dim: int) -> Tensor:
     """Invert :func:`packed_pairs`."""
     return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
-
-
-def scales_in_columns(scales: Tensor) -> Tensor:
-    """Store scales ``[rows, blocks]`` of blocks of 128 values column by column, as Hopper reads
-    them.
-
-    Source: cuBLAS, "Scaling factors layouts" of 128-element blocks: M-major for A, N-major for B.
-    """
-    return scales.t().contiguous().t()
-
-
-def square_scales_in_columns(scales: Tensor) -> Tensor:
-    """Store scales ``[row blocks, blocks]`` of square blocks as ``[blocks, row blocks]``, column by
-    column, padded to 4.
-
-    Source: as of :func:`scales_in_columns`: K-major, "the stride between the consecutive columns
-    must be a multiple of 4".
-    """
-    return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()

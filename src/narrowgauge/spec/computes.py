@@ -414,7 +414,6 @@ _COMPUTES = (
     ),
     Compute(
         "float8-block", *_products(_BLOCK, replace(_BLOCK, granularity="128x128"), _BLOCK, "promoted"),
-        native="blocks of 128 on Hopper",
         purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
         source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
     ),

@@ -1,8 +1,8 @@
 """Kernels: which GPUs multiply which casts' own codes.
 
-A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and
-the chips that run it. A matmul whose casts fit no row of its chip is emulated with the same values.
-Blocks of 16 and 32 values have no row, and AMD's chips have none: nobody has run this project there.
+A row is one of PyTorch's matmul kernels: the formats and groups of its two operands, and the chips
+that run it. A matmul whose casts fit no row of its chip is emulated with the same values.
+Blocks have no row, and AMD's chips have none: nobody has timed this project there.
 The matmuls, the planner and the documentation read the same table. :mod:`narrowgauge.matmul.native`
 has the function that calls each kernel. Every GPU multiplies int8 and the 16- and 32-bit formats,
 so these need no row.
@@ -30,22 +30,18 @@ class Kernel:
         formats: of the left and the right operand.
         granularities: of the left and the right operand.
         targets: chips that run it, as compilers call them: ``sm90``.
-        scales: formats of the scales of blocks; empty where scales belong to rows or tensors.
     """
 
     formats: Pairs
     granularities: Pairs
     targets: tuple[str, ...]
-    scales: tuple[str, ...] = ()
 
     def takes(self, product: Product) -> bool:
         """Return whether the casts of a product match the kernel's operands."""
         lhs = product.left
         rhs = product.right
-        return (
-            (lhs.format, rhs.format) in self.formats
-            and (lhs.granularity, rhs.granularity) in self.granularities
-            and (not self.scales or {lhs.scale, rhs.scale} <= set(self.scales))
+        return (lhs.format, rhs.format) in self.formats and (
+            (lhs.granularity, rhs.granularity) in self.granularities
         )
 
 
@@ -56,13 +52,7 @@ _FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e
 _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
 _BLACKWELL = ("sm100", "sm103", "sm110", "sm120", "sm121")
 
-KERNELS = (
-    Kernel(_FLOAT8, _WHOLE, ("sm89", "sm90", *_BLACKWELL)),
-    Kernel(
-        _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), ("sm90",),
-        scales=("power-of-two", "float32"),
-    ),
-)  # fmt: skip
+KERNELS = (Kernel(_FLOAT8, _WHOLE, ("sm89", "sm90", *_BLACKWELL)),)
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
