@@ -178,7 +178,7 @@ def equivalence(paired: Pairs) -> str:
     mean = statistics.fmean(losses)
     half = half_interval(losses, 0.90) if len(losses) > 1 else math.inf
     verdict = "within" if abs(mean) + half <= MARGIN else "not shown to be within"
-    return f"{mean:+.4f} ± {half:.4f} (90 %, {len(losses)} seeds), {verdict} {MARGIN}"
+    return f"{mean:+.4f} ± {half:.4f} (90%, {len(losses)} seeds), {verdict} {MARGIN}"
 
 
 def fraction_kept(paired: Pairs) -> float:

@@ -111,7 +111,7 @@ def test_equivalence_is_two_one_sided_tests() -> None:
         words = [run_of("word", seed, loss) for seed, loss in enumerate(losses)]
         masters = [run_of("master", seed, 0.0) for seed in range(4)]
         half = 2.3534 * scale * (5 / 3) ** 0.5 / 2
-        text = f"{scale / 2:+.4f} ± {half:.4f} (90 %, 4 seeds), {verdict}"
+        text = f"{scale / 2:+.4f} ± {half:.4f} (90%, 4 seeds), {verdict}"
         assert evidence.equivalence(evidence.pairs(words, masters)) == text
 
 
