@@ -16,10 +16,11 @@ Run: ``./dev bench growth [--quick]``; a minute of a core. It writes ``benchmark
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _conditions import conditions, digests
+from _conditions import conditions, digest, named
 from _timing import Row, begin, exit_by, parser, show
 from torch import Tensor, nn
 
@@ -67,38 +68,33 @@ def distance(x: Tensor, wanted: Tensor) -> float:
     return float((x.double() - wanted).norm() / wanted.norm())
 
 
+def displacement(storage: str, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Return how far a storage moves the weights."""
+    weight = nn.Parameter(start.clone())
+    weight.grad_dtype = gradients[0].dtype
+    optimizer = ng.AdamW([weight], storage=storage, low_bits="zero", compile=False, **OPTIONS)
+    for values in gradients:
+        weight.grad = values.view_as(weight)
+        optimizer.step()
+    return optimizer.stored(weight).double() - start.double()
+
+
 def rows_of(num_ranks: int, steps: int) -> list[Row]:
     """Return a row of each sum at a number of ranks."""
     draw = torch.Generator().manual_seed(0)
     common = torch.randn(NUMBER, generator=draw)
     start = (0.02 * torch.randn(64, NUMBER // 64, generator=draw)).bfloat16()
-    exact = nn.Parameter(start.double())
-    reference = torch.optim.AdamW([exact], **OPTIONS)
-    optimizers = {}
-    for kind in ("bfloat16", "float32", "reproducible"):
-        for storage in STORAGES:
-            weight = nn.Parameter(start.clone())
-            kinds = {"storage": storage, "low_bits": "zero", "compile": False}
-            optimizers[kind, storage] = ng.AdamW([weight], **kinds, **OPTIONS), weight
-    first = means(common, 0, num_ranks)
+    summed = [means(common, step, num_ranks) for step in range(steps)]
     other = means(common, 0, num_ranks, is_reversed=True)
-    for step in range(steps):
-        summed = means(common, step, num_ranks)
-        exact.grad = summed["exact"].view_as(exact)
-        reference.step()
-        for (kind, _), (optimizer, weight) in optimizers.items():
-            weight.grad_dtype = torch.float32
-            weight.grad = summed[kind].view_as(weight)
-            optimizer.step()
+    wanted = displacement("float64", start.double(), [values["exact"] for values in summed])
     rows = []
     for kind in ("bfloat16", "float32", "reproducible"):
-        changed = (first[kind] != other[kind]).float().mean()
+        gradients = [values[kind] for values in summed]
         row: Row = {"row": f"{kind} {num_ranks}", "sum": kind, "ranks": num_ranks}
-        row |= {"order": float(changed), "error": distance(first[kind], first["exact"])}
+        row["order"] = float((gradients[0] != other[kind]).float().mean())
+        row["error"] = distance(gradients[0], summed[0]["exact"])
         for storage in STORAGES:
-            optimizer, weight = optimizers[kind, storage]
-            moved = optimizer.stored(weight).double() - start.double()
-            row[storage] = distance(moved, exact.detach() - start.double())
+            row[storage] = distance(displacement(storage, start, gradients), wanted)
         rows.append(row)
     return rows
 
@@ -112,13 +108,11 @@ def main() -> int:
         rows += rows_of(num_ranks, 2 if options.quick else STEPS)
     show("errors by number of ranks", rows)
     if not options.quick:
-        held: dict[str, str] = {}
-        for parts in digests("word", ("stochastic", "master")).values():
-            held |= parts
-        lines = []
-        for row in rows:
-            lines.append(json.dumps(row | conditions() | {"digests": {row["row"]: held}}) + "\n")
-        FILE.write_text("".join(lines), encoding="utf-8")
+        held = {name: digest(name) for storage in STORAGES for name in named(storage)}
+        with FILE.open("w") as stream:
+            for row in rows:
+                record = row | conditions() | {"digests": {row["row"]: held}}
+                stream.write(json.dumps(record) + "\n")
     return 0
 
 

@@ -16,7 +16,10 @@ record of this processor, or of the GPU where there is one, with the digests of 
 ``--list`` prints which of them have a record. A run that is stopped leaves no record and starts anew.
 Settings are in :data:`SETTINGS`, rows in ``_rows.py``. A run of ``llama-1m`` takes one to five
 minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
-``--quick`` trains six steps and keeps nothing.
+``--quick`` trains six steps and keeps nothing. On a quiet machine that multiplies bfloat16,
+``./dev bench trainings compare --seeds 0 1 --row float32/float32 bfloat16/float32 bfloat16/naive
+bfloat16/word float16/split bfloat16/collage-plus`` compares tokens a second, memory and losses of
+SmolLM2 on one page.
 """
 
 from __future__ import annotations
@@ -107,6 +110,7 @@ SETTINGS = {
         _CONSTANT, steps=5000, lr=1e-2, evaluations=range(250, 5000, 250), with_outliers=True
     ),
     "fine-tune": Setting(SMOLLM2, 100, 2e-5, batch_size=2, length=256, held_out=32),
+    "compare": Setting(SMOLLM2, 60, 2e-5, batch_size=2, length=256, held_out=32),
     "lasting": _LASTING,
     "lasting SmolLM2": replace(_LASTING, model=SMOLLM2, lr=2e-5),
 }
@@ -337,6 +341,23 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
         stream.write(json.dumps(head) + "\n")
 
 
+def compare(rows: Sequence[str], num_seeds: int, out: str) -> None:
+    """Compare rows in a fine-tune of SmolLM2 by ``ng.compare``, and write its page."""
+    setting = SETTINGS["compare"]
+
+    def train_row(row: str, seed: int, record: Any) -> None:
+        start = start_of(setting.model, seed, setting.held_out, setting.length)
+        training = Training(row, setting.lr, seed, setting, start)
+        with record(training.model, training.optimizer) as recorder:
+            for step in range(setting.steps):
+                recorder.step(training.take_step(step), tokens=setting.batch_size * setting.length)
+            recorder.evaluate(validation_loss(training.model, start.held_out, training.is_wide))
+
+    comparison = ng.compare(train_row, rows, seeds=num_seeds, out=out)
+    print(comparison.table().plain())
+    print(comparison.verdict)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -348,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--watch", action="store_true", help="note what ng.watch says first")
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--quick", action="store_true", help="six steps; nothing is kept")
+    flags.add_argument("--out", default="comparisons/smollm2", help="folder of compare's page")
     flags.add_argument("--list", action="store_true", help="print the runs that have no record")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
@@ -355,6 +377,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.setting == "equivalence":
         for row, seed in equivalence():
             train("llama-8m", row, SETTINGS["llama-8m"].lr, seed, options)
+        return 0
+    if options.setting == "compare":
+        compare(options.row, len(options.seeds), options.out)
         return 0
     rates = options.lr or [SETTINGS[options.setting].lr]
     for seed, lr, row in itertools.product(options.seeds, rates, options.row):
