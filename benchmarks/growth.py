@@ -86,7 +86,7 @@ def rows_of(num_ranks: int, steps: int) -> list[Row]:
     start = (0.02 * torch.randn(64, NUMBER // 64, generator=draw)).bfloat16()
     summed = [means(common, step, num_ranks) for step in range(steps)]
     other = means(common, 0, num_ranks, is_reversed=True)
-    wanted = displacement("float64", start.double(), [values["exact"] for values in summed])
+    wanted = displacement("float64", start.float(), [values["exact"] for values in summed])
     rows = []
     for kind in ("bfloat16", "float32", "reproducible"):
         gradients = [values[kind] for values in summed]
