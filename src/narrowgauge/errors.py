@@ -94,9 +94,7 @@ def suggestion_or_all(name: str, names: Iterable[str]) -> str:
     return suggestion(name, choices) or f"Known: {', '.join(choices)}."
 
 
-_EXTRAS = {
-    "transformers": "narrowgauge[train]", "tokenizers": "narrowgauge[train]", "plotly": "narrowgauge[report]",
-}  # fmt: skip
+_EXTRAS = {"transformers": "narrowgauge[train]", "tokenizers": "narrowgauge[train]"}
 
 
 def require_package(name: str) -> None:

@@ -23,6 +23,8 @@ def make_run() -> Callable[..., Run]:
         *,
         loss: Callable[[int], float] = lambda step: 2.0 + 5.0 * math.exp(-step / 30),
         events: tuple[dict[str, Any], ...] = (),
+        tables: dict[str, Any] | None = None,
+        is_finished: bool = True,
         **more: Any,
     ) -> Run:
         rows = []
@@ -34,9 +36,12 @@ def make_run() -> Callable[..., Run]:
         summary = {"recipe": recipe, "val_loss": loss(steps) + 0.1, "bytes_per_param": 8.0}
         config = {"recipe": recipe, "seed": seed, "steps": steps, "model": "llama-1m"}
         folder = Path(f"{recipe.replace('/', '-')}-seed{seed}")
-        run = Run(folder, {"config": config}, rows, evals, list(events), summary)
+        content = {"config": config, **(tables or {})}
+        end = summary if is_finished else None
+        run = Run(folder, content, rows, evals, list(events), end)
         # A cached property reads the file when it is first asked for; these runs have none.
         run.__dict__["gauges"] = []
+        run.__dict__["fingerprints"] = []
         return run
 
     return build

@@ -1,100 +1,201 @@
-"""The page: its figures on made-up runs, and what it says about learning and findings."""
+"""The page: its figures on made-up runs, and that it says of a run what was run and what is wrong."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+from xml.dom import minidom
 
+import numpy as np
 import pytest
 
 from narrowgauge.measuring.comparison import compare_runs
-from narrowgauge.report.curves import axis_range, curves_of, intervals_of
-from narrowgauge.report.page import learned, page_runs, render
+from narrowgauge.measuring.diagnose import Diagnosis
+from narrowgauge.report.figures import Line, axis_range, thinned, ticks
+from narrowgauge.report.page import columns_in, differences, lines_of, render, with_means
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
+EVIL = "<script>document.title = 'broken'</script>&\"'"
 
 
-def drawn(runs: list[Run], baseline: str | None = None) -> dict[str, list[dict]]:
-    return {title: figure["data"] for title, _, figure in curves_of(page_runs(runs), baseline)}
+def page_of(*runs: Run) -> str:
+    return render(compare_runs(runs), runs)
 
 
-def test_a_figure_without_a_second_point_is_not_drawn(make_run: MakeRun) -> None:
-    assert not drawn([make_run(name, steps=1) for name in ("bfloat16/master", "bfloat16/word")])
-    assert {*drawn([make_run()])} == {"Training loss", "Validation loss"}
-    assert "EDQ" in drawn([make_run(edq=1.0)])
+def line(values: list[float], **more: Any) -> Line:
+    options = {"label": "a", "colour": "#000", "seed": 0, **more}
+    return Line(steps=np.arange(1.0, len(values) + 1), values=np.array(values), **options)
 
 
-@pytest.mark.parametrize("name", ["Training", "Validation"])
-def test_differences_are_paired_by_seed(name: str, make_run: MakeRun) -> None:
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_differences_are_paired_by_seed_and_averaged(make_run: MakeRun) -> None:
     """Seeds lie a whole nat apart; each pair differs by a quarter."""
     runs = []
     for recipe, more, seeds in (("bfloat16/master", 0.0, 2), ("bfloat16/word", 0.25, 3)):
         for seed in range(seeds):
             start = 3.0 + seed + more
             runs.append(make_run(recipe, seed, loss=lambda step, start=start: start + step % 2))
-    lines = drawn(runs, "bfloat16/master")[f"{name} loss minus bfloat16/master"]
-    assert [line["name"] for line in lines] == ["bfloat16/word"] * 2
-    for line in lines:
-        assert line["y"] == pytest.approx([0.25] * len(line["y"]))
+    for column in ("loss", "val_loss"):
+        apart = differences(lines_of(runs)[column], "bfloat16/master")
+        assert [(one.label, one.seed) for one in apart] == [
+            ("bfloat16/word", seed) for seed in (0, 1)
+        ]
+        *seeds_drawn, mean = with_means(apart)
+        assert len(seeds_drawn) == 2 and mean.is_main
+        for one in (*seeds_drawn, mean):
+            assert one.values == pytest.approx([0.25] * len(one.values))
 
 
-def test_a_value_that_is_not_finite_is_a_gap_and_a_spike_does_not_end_the_axis(
-    make_run: MakeRun,
-) -> None:
-    run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
-    (line,) = drawn([run])["Training loss"]
-    assert [x for x, y in zip(line["x"], line["y"], strict=True) if math.isnan(y)] == [30, 31]
-    assert axis_range([*range(100), 1e6], 0.0)[1] < 1000
-    assert axis_range([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0) == pytest.approx([0.1, 16.9])
-    assert axis_range([0.0, 1e-6], 0.001) == pytest.approx([-0.00112, 0.00112])
+def test_no_axis_makes_a_trend_of_noise_or_is_flattened_by_a_spike() -> None:
+    assert axis_range(np.array([*range(100), 1e6]))[1] < 1000
+    assert axis_range(np.array([1.0, 2.0, 3.0, 4.0, 1000.0])) == pytest.approx((0.25, 16.75))
+    assert axis_range(np.array([0.9996, 1.0003]), (0.0, 1.1)) == (0.0, 1.1)
+    assert axis_range(np.array([0.0, 1e-6]), (-0.03, 0.03)) == (-0.03, 0.03)
+    for values in ([2.0] * 3, [0.0], [math.nan], [math.inf, -math.inf], []):
+        low, high = axis_range(np.array(values), (0.0,))
+        assert low < high and len(ticks(low, high)) >= 2
 
 
-def test_a_long_run_is_drawn_by_means_and_keeps_its_last_step(make_run: MakeRun) -> None:
-    run = make_run(steps=10_000, loss=lambda step: 2.0 + step % 2)
-    (line,) = drawn([run])["Training loss"]
-    assert len(line["x"]) <= 400 and line["x"][-1] == 10_000
-    assert line["y"] == pytest.approx([2.5] * len(line["y"]), abs=0.05)
+def test_a_long_line_is_drawn_by_means_and_keeps_its_last_step() -> None:
+    thin = thinned(line([2.0 + step % 2 for step in range(1, 10_002)]), 20)
+    assert len(thin.steps) == 500 and thin.steps[-1] == 10_001
+    assert thin.values == pytest.approx([2.5] * 500)
 
 
-def test_the_interval_figure_shows_each_difference_with_its_interval(make_run: MakeRun) -> None:
-    losses = {"bfloat16/master": (2.0, 2.0), "bfloat16/word": (2.001, 2.003)}
-    runs = []
-    for recipe, values in losses.items():
-        for seed, value in enumerate(values):
-            runs.append(make_run(recipe, seed, loss=lambda _, value=value: value - 0.1))
-    comparison = compare_runs(runs)
-    figure = intervals_of(comparison)
-    baseline, word = comparison.rows
-    low, high = word["difference_interval"]
-    (drawn,) = figure["data"]
-    assert drawn["y"] == ["bfloat16/word"] and drawn["x"] == [word["difference"]]
-    assert drawn["error_x"]["array"] == pytest.approx([(high - low) / 2])
-    (band,) = figure["layout"]["shapes"]
-    assert -band["x0"] == band["x1"] == comparison.acceptable > 0 and baseline["difference"] is None
-    assert intervals_of(compare_runs(runs[:2])) == {}
+def test_columns_are_the_rows_that_have_them() -> None:
+    rows = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "edq": 1.0, "loss": None},
+        {"step": 3, "loss": "x"},
+    ]
+    columns = columns_in(rows, ["loss", "edq", "lr"])
+    assert {name: [*points] for name, points in columns.items()} == {
+        "loss": [1.0, 2.0], "edq": [2.0, 1.0], "lr": [],
+    }  # fmt: skip
 
 
-def test_the_page_says_whether_the_models_learned(make_run: MakeRun) -> None:
-    runs = [make_run(seed=0), make_run("bfloat16/naive", seed=0, loss=lambda _: 6.0)]
+ODD: dict[str, dict[str, Any]] = {
+    "one step": {"steps": 1}, "no step": {"steps": 0, "is_finished": False}, "constant": {"loss": lambda step: 2.0},
+    "nothing": {"lr": 0.0, "grad_norm": 0.0, "edq": 0.0, "tokens_per_second": 0.0},
+    "not a number": {"loss": lambda step: math.nan}, "gaps": {"loss": lambda step: math.nan if step % 9 == 0 else 2.0},
+    "infinite": {"loss": lambda step: math.inf if step > 50 else 2.0}, "unfinished": {"is_finished": False},
+    "tiny": {"loss": lambda step: 1e-9 * step, "lr": 1e-12}, "huge": {"loss": lambda step: 10.0 ** (step / 3)},
+    "markup": {"recipe": EVIL, "tables": {"model": {"class": EVIL}, "start": {"commit": EVIL}}},
+    "settings of another kind": {"tables": {"model": {"num_parameters": "many"}, "data": {}, "start": {"time": 3}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_every_figure_is_whole_whatever_the_record_holds(name: str, make_run: MakeRun) -> None:
+    page = page_of(make_run(**ODD[name]), make_run("float32/master"))
+    for svg in re.findall(r"<svg viewBox.*?</svg></figure>", page):
+        minidom.parseString(svg.removesuffix("</figure>"))
+        assert not re.search(r"[\d\"M] ?-?(nan|inf)[\" LMhV]", svg.partition("</desc>")[2])
+    assert page.count("<figure>") >= 2 and "<script" not in page
+
+
+# ── words ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints(make_run: MakeRun) -> None:
+    tables = {
+        "start": {"time": "2026-11-30 12:00 UTC", "commit": "0123abc"},
+        "model": {"class": "LlamaForCausalLM", "num_parameters": 1016960},
+        "data": {"unigram_loss": 5.0, "fingerprint": "f" * 64},
+        "versions": {"narrowgauge": "0.1.0", "torch": "2.13.0"},
+    }
+    run = make_run(loss=lambda step: 90.0 if step == 60 else 2.0 + 1 / step, tables=tables, edq=1.0)
+    page = page_of(run)
+    words = re.sub("<[^>]+>", " ", page.partition("</style>")[2])
+    for expected in (
+        "1 run: llama-1m, bfloat16/word", "started 2026-11-30 12:00 UTC", "commit 0123abc", "1,016,960 parameters",
+        f"fingerprint {'f' * 12}", "PyTorch 2.13.0", "100 steps",
+        "bfloat16/word ends at a validation loss of 2.1100 with 8.00 bytes per parameter.",
+        "Token frequencies alone have a loss of 5.0000; the best recipe ends at 2.1100.",
+        "nats per token", "stored share of the update", "bfloat16/word ends at 2.01.",
+    ):  # fmt: skip
+        assert expected in words, expected
+    for text in str(Diagnosis(run)).splitlines():
+        assert escape(text) in page
+    assert "<details open>" in page and not re.search(r"(?:src|href)=[\"']?(?:https?|//)", page)
+    assert "has no finished run with a finite" in page_of(make_run(is_finished=False))
+
+
+def test_table_page_and_diagnosis_agree_on_lost_updates(make_run: MakeRun) -> None:
+    runs = [make_run("bfloat16/master", edq=1.0), make_run("bfloat16/naive", edq=0.3)]
     for run in runs:
-        run.run["data"] = {"unigram_loss": 5.0}
-    (sentence,) = learned(compare_runs(runs), runs)
-    assert sentence.startswith(
-        "Token frequencies alone have a loss of 5.0000; the recipes end at 2.2"
+        run.summary["edq"] = run.steps[-1]["edq"]
+    comparison = compare_runs(runs)
+    told = [bool(Diagnosis(run).readings) for run in runs]
+    assert (
+        told == [row["verdict"] == "loses its updates" for row in comparison.rows] == [False, True]
     )
-    assert sentence.endswith(" to 6.1000.")
-    assert sentence in render(compare_runs(runs), runs, "")
+    page = render(comparison, runs)
+    assert escape(comparison.verdict) in page and page.count("<details open>") == 1
 
 
-def test_a_finding_begins_with_its_sentence_and_has_the_numbers_of_its_first_step(
-    make_run: MakeRun,
+# ── in a browser ──────────────────────────────────────────────────────────────────────────────────
+
+MEASURE = """<script>onload = () => {
+  const told = [...document.querySelectorAll('iframe')].map(frame => {
+    const page = frame.contentDocument, boxes = [];
+    let overlaps = 0, smallest = 99;
+    for (const figure of page.querySelectorAll('figure > svg')) {
+      const texts = [...figure.querySelectorAll('text')].map(text => text.getBoundingClientRect());
+      for (const [place, one] of texts.entries()) {
+        smallest = Math.min(smallest, one.height);
+        for (const other of texts.slice(place + 1)) {
+          if (one.left < other.right && other.left < one.right && one.top + 2 < other.bottom - 1 &&
+              other.top + 2 < one.bottom - 1) overlaps += 1; } } }
+    return [page.documentElement.scrollWidth - frame.clientWidth, overlaps, Math.round(smallest),
+            getComputedStyle(page.body).backgroundColor, page.title]; });
+  document.body.dataset.told = JSON.stringify(told); }</script>"""
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_it_opens_in_a_browser_at_three_widths_without_overflow_or_overlaps(
+    scheme: str, make_run: MakeRun, tmp_path: Path
 ) -> None:
+    """Fourteen recipes on one page, a tensor and a message that would like to run."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no Chromium here (Debian: apt install chromium)")
     runs = []
-    for seed, bad in enumerate((60, 30)):
-        loss = lambda step, bad=bad: math.nan if step == bad else 2.0 + 1 / step  # noqa: E731
-        runs.append(make_run(seed=seed, loss=loss))
-    page = render(compare_runs(runs), runs, "")
-    item = re.search(r"<li><p>([^<]+)</p><p class=\"muted\">([^<]*nonfinite[^<]*)", page)
-    assert item[1].endswith(".") and "seed 0, 1" in item[2] and "step 30" in item[2]
+    events = ({"what": "stored-share", "step": 50, "tensor": EVIL, "text": EVIL},)
+    for place in range(14):
+        recipe = ("bfloat16", "float32", "float8-row", "int8-row")[place % 4]
+        storage = ("master", "word", "naive", "exact")[place // 4]
+        loss = lambda step, place=place: 2.0 + 5.0 * math.exp(-step / 30) + 0.002 * place  # noqa: E731
+        more = {"events": events, "edq": 1.0, "lr": 1e-3, "grad_norm": 1.0 + place / 50}
+        for seed in (0, 1):
+            runs.append(make_run(f"{recipe}/{storage}", seed, loss=loss, **more))
+    page = escape(page_of(*runs), quote=True)
+    frames = "".join(
+        f'<iframe width="{width}" height="900" srcdoc="{page}"></iframe>'
+        for width in (390, 800, 1400)
+    )
+    file = tmp_path / "page.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8>{frames}{MEASURE}", encoding="utf-8")
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1600,2000", "--virtual-time-budget=30000", "--dump-dom",
+        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    assert ":CONSOLE" not in done.stderr.decode()
+    [told] = re.findall(r'data-told="([^"]*)"', done.stdout.decode())
+    paper = {"dark": "rgb(20, 23, 28)", "light": "rgb(255, 255, 255)"}[scheme]
+    for overflow, overlaps, smallest, colour, title in json.loads(told.replace("&quot;", '"')):
+        assert overflow <= 0 and overlaps == 0 and smallest >= 11
+        assert colour == paper and title.startswith("28 runs: llama-1m")

@@ -4,8 +4,6 @@ what remains is always the same run.
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 import shutil
 import signal
@@ -172,39 +170,6 @@ def test_without_a_good_checkpoint_a_run_is_refused(stopped: Path) -> None:
     for words in (["train", "--out", str(stopped)], ["export", str(stopped), f"{stopped}-out"]):
         assert "step-00000005, step-00000004" in refused(*words)
     assert bytes_of(stopped) == before
-
-
-def test_pruned_checkpoints_are_refused_in_one_line_and_a_finished_run_stays_finished(
-    stopped: Path,
-) -> None:
-    finished = Path(shutil.copytree(stopped, stopped.with_name("finished")))
-    assert call("train", "--out", str(finished)).exit_code == 0
-    for folder in (stopped, finished):
-        shutil.rmtree(folder / "checkpoints")
-    before = bytes_of(stopped), bytes_of(finished)
-    assert "after step 5 because its checkpoints are gone" in refused(
-        "train", "--out", str(stopped)
-    )
-    assert call("train", "--out", str(finished)).stdout == f"{finished} is finished: 8 steps.\n"
-    assert loop.train({"out": str(finished)}) == finished
-    line = refused("train", "--out", str(finished), "--steps", "9")
-    assert "after step 8 because its checkpoints are gone" in line
-    assert (bytes_of(stopped), bytes_of(finished)) == before
-
-
-def test_a_save_that_fails_leaves_the_ones_before(
-    stopped: Path, uninterrupted: dict[str, Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "sync", full)
-        line = refused("train", "--out", str(stopped), status=1)
-    assert "the disk is full" in line and "same command again" in line
-    assert [path.name[-1] for path in checkpoints.folders(stopped)] == ["5", "4"]
-    loop.train({"out": str(stopped)})
-    assert_same_run(read_run(stopped), uninterrupted["naive"])
 
 
 def test_a_second_writer_and_a_run_of_another_program_are_refused(

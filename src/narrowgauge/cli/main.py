@@ -265,10 +265,7 @@ def compare(
     type=_path,
     help="The page to write.  [default: report.html in the one folder named]",
 )
-@click.option(
-    "--inline", is_flag=True, help="Put Plotly's script into the page, 5 MB, not beside it."
-)
-def report(runs: tuple[Path, ...], out: Path | None, inline: bool) -> None:
+def report(runs: tuple[Path, ...], out: Path | None) -> None:
     """Write one HTML page about runs.
 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
@@ -276,7 +273,7 @@ def report(runs: tuple[Path, ...], out: Path | None, inline: bool) -> None:
     """
     from narrowgauge.report import publishing
 
-    click.echo(publishing.report(runs, out, inline=inline))
+    click.echo(publishing.report(runs, out))
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")

@@ -78,8 +78,10 @@ class Comparison:
                 columns[SUMMARY[name].label] = SUMMARY[name].cell
         if any(row["step_ratio"] is not None for row in self.rows):
             columns["step, ×"] = _shown_ratio  # of the baseline, which the next title names
-        columns[f"minus {self.baseline}"] = shown_difference
-        columns |= {"seeds": "num_seeds", "verdict": "verdict"}
+        columns["seeds"] = "num_seeds"
+        if len(self.rows) > 1:
+            columns[f"minus {self.baseline}"] = shown_difference
+            columns["verdict"] = "verdict"
         return Table(list(self.rows), columns)
 
     def json(self) -> bytes:
@@ -139,7 +141,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     rows = {label: _row(label, group) for label, group in groups.items()}
     baseline = _widest(groups, rows)
     if baseline is None:
-        return Comparison(tuple(rows.values()), None, NOTHING, 0.0)
+        return Comparison(tuple(rows.values()), None, _sentence(rows, None), 0.0)
     base = rows[baseline]
     loss = abs(base["val_loss"])
     for label, row in rows.items():
@@ -153,10 +155,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
             if math.isfinite(half):
                 row["difference_interval"] = [row["difference"] - half, row["difference"] + half]
         row["verdict"] = row["verdict"] or _verdict(row["difference_interval"], loss)
-    verdict = NOTHING
-    if any(row["difference"] is not None for row in rows.values()):
-        verdict = _cheapest(list(rows.values()), base)
-    return Comparison(tuple(rows.values()), baseline, verdict, ACCEPTABLE * loss)
+    return Comparison(tuple(rows.values()), baseline, _sentence(rows, base), ACCEPTABLE * loss)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -256,6 +255,20 @@ def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[f
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
 
 NOTHING = "No two recipes have finished runs of one seed on the same data, so nothing is compared."
+
+
+def _sentence(rows: Mapping[str, Row], base: Row | None) -> str:
+    """Return the verdict of all recipes, or the sentence about the only one."""
+    if base is not None and any(row["difference"] is not None for row in rows.values()):
+        return _cheapest(list(rows.values()), base)
+    if len(rows) > 1:
+        return NOTHING
+    if base is None:
+        return f"{next(iter(rows))} has no finished run with a finite validation loss."
+    words = f"{base['recipe']} ends at a validation loss of {base['val_loss']:.4f}"
+    if base["bytes_per_param"] is not None:
+        words += f" with {SUMMARY['bytes_per_param'].cell(base)} bytes per parameter"
+    return f"{words}." if base["verdict"] == BASELINE else f"{words}: {base['verdict']}."
 
 
 def _cheapest(rows: Sequence[Row], baseline: Row) -> str:

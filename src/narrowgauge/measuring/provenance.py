@@ -7,7 +7,10 @@ what differs between two runs.
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -70,6 +73,7 @@ def describe_run(
         options |= {f"group{number}": unlike} if unlike else {}
     return {
         "config": {**config, **settings},
+        "start": _start(),
         **describe_process(parameters[0].device),
         "optimizer": {"class": type(optimizer).__name__, **options},
         "model": {
@@ -89,6 +93,16 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (*_PLAIN, list)) and name != "params":
             options[name] = value
     return options
+
+
+def _start() -> dict[str, str]:
+    """Return the time, and the commit of the folder in which the program was started."""
+    start = {"time": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        git = subprocess.run(words, capture_output=True, text=True, timeout=2, check=True)
+        start["commit"] = git.stdout.strip()
+    return start
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:

@@ -51,14 +51,14 @@ def audits(tell: Tell) -> Law:
     since = 0
     while True:
         step = yield
-        if step.edq is None:
-            continue
-        shares.append(step.edq)
-        errors.append(step.edq_error or 0.0)
-        if not loses_updates(step.edq, errors[-1]):
-            since = 0
-        elif not since:
-            since = step.step
+        if step.edq is not None:
+            shares.append(step.edq)
+            errors.append(step.edq_error or 0.0)
+            if not loses_updates(step.edq, errors[-1]):
+                since = 0
+            elif not since:
+                since = step.step
+        # Also after an evaluation, which ends a run: the newest reading counts.
         if len(shares) >= 3 and loses_updates(late(shares), late(errors)):
             tell("stored-share", ALL, late(shares), 1.0, step=since)
 

@@ -1,100 +1,98 @@
-"""The page of runs: one recipe or many, as one HTML file that opens from disk.
+"""The page of runs: one HTML file without a script, which may be mailed, printed and kept.
 
-Its tables equal the terminal's. Text of a run is escaped, so the name of a tensor is never markup.
+It says what was run, the verdict, the costs, the curves, and what ``diagnose`` prints of each run. Its
+tables equal the terminal's. Text of a run is escaped, so the name of a tensor is never markup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
 from html import escape
 from importlib import resources
 from typing import Any
 
-from narrowgauge.errors import NarrowgaugeError
+import numpy as np
+
 from narrowgauge.measuring.comparison import Comparison
-from narrowgauge.measuring.diagnose import diagnose
+from narrowgauge.measuring.diagnose import Diagnosis
 from narrowgauge.measuring.labels import run_labels, seed_of
-from narrowgauge.measuring.reading import Reading
-from narrowgauge.report.curves import PageRun, curves_of, intervals_of
+from narrowgauge.report.figures import COLOURS, Line, figure
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import number
 from narrowgauge.spec.tables import Table, is_number
 
+ABOUT = {
+    "Runs": "seed {config[seed]}; started {start[time]}; commit {start[commit]}",
+    "Model": "{config[model]}; {model[class]}; {model[num_parameters]:,} parameters; {model[dtypes]}",
+    "Recipe": "{config[recipe]}",
+    "Training": (
+        "{config[steps]} steps; {config[batch_size]} × {config[sequence_length]} tokens a step; "
+        "{optimizer[class]}; learning rate {config[lr]}; weight decay {config[weight_decay]}"
+    ),
+    "Data": "{config[data]}; fingerprint {data[fingerprint]:.12}",
+    "Machine": "{machine[device]}; {arithmetic[settings][processor]}; {machine[ranks]} × {machine[processor]}",
+    "Software": "Narrowgauge {versions[narrowgauge]}; PyTorch {versions[torch]}; Python {versions[python]}",
+}
+"""What the page begins with: phrases of settings. One of an absent setting is left out."""
+MOST_LINES = 20
+"""Of more, only the means of the recipes are drawn."""
+NATS = "nats per token"
+CURVES = {
+    "loss": ("Training loss", "Lower is better.", NATS),
+    "val_loss": ("Validation loss", "Lower is better.", NATS),
+    "edq": ("EDQ", "At 1 the whole update was stored, at 0 nothing.", "stored share of the update"),
+    "lr": ("Learning rate", "The largest of all groups.", "learning rate"),
+    "grad_norm": ("Gradient norm", "Of all gradients, before clipping.", "Euclidean norm"),
+    "tokens_per_second": ("Throughput", "As the machine was busy.", "tokens per second"),
+}
+"""Title, caption and unit of the figure of each column."""
+SHOWN = {"loss": (), "val_loss": (), "edq": (0.0, 1.1)}
+"""Values that the axis of a column includes; of others, 0."""
 
-def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
-    """Return the page of a comparison and its runs, finished or not.
 
-    Args:
-        script: the HTML element that loads Plotly.
-    """
-    shown = page_runs(runs)
-    title = told(run.label for run in shown)
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="muted">{counted(len(runs), "run")}</p>',
-        *_verdict(comparison, runs),
-        _section("Cost", html_table(comparison.table())),
-        *_curves(comparison, shown),
-        *_diagnosis(shown),
-    ]
+def render(comparison: Comparison, runs: Sequence[Run]) -> str:
+    """Return the page of a comparison and its runs, finished or not."""
+    names = [*_phrases(runs, "{config[model]}"), *run_labels(runs)]
+    title = escape(f"{counted(len(runs), 'run')}: {told(names, 5)}")
     style = (resources.files(__package__) / "page.css").read_text(encoding="utf-8")
     head = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{PAGE_MARK.decode()}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        PAGE_MARK.decode(),
-        f"<title>{escape(title)} · Narrowgauge</title>",
-        f"<style>{style}</style>{script}</head><body><main>",
+        f"<title>{title} · Narrowgauge</title><style>{style}</style></head><body><main>",
+        f"<h1>{title}</h1><dl>{''.join(_about(runs))}</dl>",
+        f'<p class="lead">{escape(comparison.verdict)}</p>',
     ]
-    return "\n".join([*head, *body, "</main></body></html>\n"])
+    level = escape(" ".join(learned(comparison, runs)))
+    curves = ['<h2>Curves</h2><div class="grid">', *figures(comparison, runs), "</div>"]
+    found = ["<h2>Diagnosis</h2>", *map(_diagnosis, runs), "</main></body></html>\n"]
+    costs = [f"<p>{level}</p>", html_table(comparison.table())]
+    return "\n".join([*head, *costs, *curves, *found])
 
 
-def page_runs(runs: Sequence[Run]) -> list[PageRun]:
-    """Return the runs with the number of their recipe, which gives it a colour."""
-    labels = run_labels(runs)
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    shown = []
-    for run, label in zip(runs, labels, strict=True):
-        shown.append(PageRun(run, label, numbers[label], seed_of(run)))
-    return shown
+def _about(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what the runs are."""
+    for title, phrases in ABOUT.items():
+        words = []
+        for phrase in phrases.split("; "):
+            words += _phrases(runs, phrase)
+        text = told(words, 9)
+        if text:
+            yield f"<dt>{title}</dt><dd>{escape(text)}</dd>"
 
 
-def _section(heading: str, *parts: str) -> str:
-    return "\n".join(["<section>", f"<h2>{escape(heading)}</h2>", *parts, "</section>"])
-
-
-def html_table(table: Table) -> str:
-    """Return a table in a box that scrolls sideways."""
-    columns = table.columns()
-    head = "</th><th>".join(map(escape, columns))
-    lines = [f"<th>{head}</th>"]
-    for cells in zip(*columns.values(), strict=True):
-        line = ""
-        for title, cell in zip(columns, cells, strict=True):
-            style = ' class="number"' if is_number(columns[title]) else ""
-            line += f"<td{style}>{escape(cell)}</td>"
-        lines.append(line)
-    rows = "</tr>\n<tr>".join(lines)
-    return f'<div class="scroll"><table><tr>{rows}</tr></table></div>'
-
-
-# ── what the runs say ─────────────────────────────────────────────────────────────────────────────
-
-
-def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
-    items = ""
-    for sentence in learned(comparison, runs):
-        items += f"<li>{escape(sentence)}</li>"
-    figure = intervals_of(comparison)
-    parts = [f'<p class="lead">{escape(comparison.verdict)}</p>', f"<ul>{items}</ul>"]
-    if figure:
-        caption = (
-            "A bar is the 95 % interval of the mean over seeds. Inside the band a recipe is as good "
-            "as the baseline; a bar over its edge is not resolved by these seeds."
-        )
-        parts.append(_figure(figure, "intervals", caption))
-    yield _section("Verdict", *parts)
+def _phrases(runs: Sequence[Run], phrase: str) -> list[str]:
+    """Return a phrase with the settings of each run that has them; of a path, its name."""
+    words = []
+    for run in runs:
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            words.append(re.sub("^/.*/", "", phrase.format(**run.run)))
+    return words
 
 
 def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
@@ -106,68 +104,106 @@ def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
         level = max(level, run.run.get("data", {}).get("unigram_loss", 0.0))
     losses = [row["val_loss"] for row in comparison.rows if row["val_loss"] is not None]
     if losses and level > 0:
-        yield (
-            f"Token frequencies alone have a loss of {level:.4f}; the recipes end at "
-            f"{min(losses):.4f} to {max(losses):.4f}."
-        )
+        best = min(losses)
+        yield f"Token frequencies alone have a loss of {level:.4f}; the best recipe ends at {best:.4f}."
 
 
-def _figure(figure: dict[str, Any], name: str, caption: str, title: str = "") -> str:
-    """Return a figure that Plotly draws, in an element of that name; its button saves it as SVG."""
-    from plotly.io import to_html
-
-    buttons = {
-        "modeBarButtons": [["toImage"]], "displaylogo": False, "toImageButtonOptions": {"format": "svg"},
-    }  # fmt: skip
-    drawing = to_html(
-        figure, buttons, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
-        div_id=name,
-    )  # fmt: skip
-    heading = f"<h3>{escape(title)}</h3>" if title else ""
-    return f"<figure>{heading}{drawing}<figcaption>{caption}</figcaption></figure>"
+def html_table(table: Table) -> str:
+    """Return a table in a box that scrolls sideways, by keyboard too."""
+    rows = [""] * (len(table.rows) + 1)
+    for title, cells in table.columns().items():
+        style = ' class="number"' if is_number(cells) else ""
+        rows[0] += f"<th{style}>{escape(title)}</th>"
+        for place, cell in enumerate(cells, 1):
+            rows[place] += f"<td{style}>{escape(cell)}</td>"
+    return _box("div", "Costs", f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>")
 
 
-def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
-    parts = []
-    for number, (title, caption, figure) in enumerate(curves_of(runs, comparison.baseline)):
-        parts.append(_figure(figure, f"curve-{number}", caption, title))
-    if parts:
-        yield _section("Curves", '<div class="grid">', *parts, "</div>")
+def _diagnosis(run: Run) -> str:
+    """Return what ``narrowgauge diagnose`` prints of a run, open if it found something."""
+    diagnosis = Diagnosis(run)
+    first, _, rest = escape(str(diagnosis)).partition("\n")
+    state = " open" if diagnosis.readings else ""
+    return f"<details{state}><summary>{first}</summary>{_box('pre', first, rest)}</details>"
 
 
-# ── what their records show ───────────────────────────────────────────────────────────────────────
+def _box(tag: str, name: str, content: str) -> str:
+    """Return a box that scrolls sideways, by keyboard too."""
+    start = f'<{tag} class="scroll" tabindex="0" role="region" aria-label="{name}">'
+    return f"{start}{content}</{tag}>"
 
 
-def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
-    """Yield the readings beyond their bound, one of each kind and recipe, and the healthy runs."""
-    groups: dict[tuple[str, str, str], list[tuple[int, Reading]]] = {}
-    lines = []
-    for run in runs:
-        name = f"{run.label}, seed {run.seed}"
-        try:
-            readings = diagnose(run.run).readings
-        except NarrowgaugeError as error:
-            lines.append(f"{name} could not be diagnosed. {error}")
-            continue
-        for reading in readings:
-            kind = (run.label, reading.what, reading.stage)
-            groups.setdefault(kind, []).append((run.seed, reading))
-        if not readings:
-            lines.append(f"Nothing found in {name}.")
-    items = ""
-    for (label, kind_name, _), members in groups.items():
-        items += _finding(label, kind_name, members)
-    rest = escape(" ".join(lines))
-    findings = f'<ul class="findings">{items}</ul>'
-    yield _section("Diagnosis", findings, f'<p class="muted">{rest}</p>')
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _finding(label: str, kind: str, members: list[tuple[int, Reading]]) -> str:
-    """Return the sentence of the earliest reading of a kind, and then its place."""
-    _, reading = min(members, key=lambda member: member[1].step)
-    seeds = ", ".join(map(str, sorted({seed for seed, _ in members})))
-    words = [f"{label}, seed {seeds}", kind, reading.tensor, f"step {reading.step}"]
-    sentence = escape(reading.text or f"{kind}.")
-    return (
-        f'<li><p>{sentence}</p><p class="muted">{escape(" · ".join(filter(None, words)))}</p></li>'
-    )
+def figures(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield each figure with its caption. One that no run has values for is left out."""
+    band = comparison.acceptable
+    edges = (-1.5 * band, 1.5 * band)
+    for column, lines in lines_of(runs).items():
+        title, caption, unit = CURVES[column]
+        if lines:
+            yield figure((title, caption, unit), with_means(lines), SHOWN.get(column, (0.0,)))
+        apart = differences(lines, comparison.baseline) if unit == NATS else []
+        if apart:
+            title = f"{title} minus {comparison.baseline}"
+            caption = "Of the same seed. Grey: ±1 % of the loss."
+            yield figure((title, caption, unit), with_means(apart), edges, band)
+
+
+def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
+    """Return a line per run that has values, for each column that is drawn.
+
+    A colour is a recipe; of one recipe it is a seed.
+    """
+    labels = run_labels(runs)
+    if len(set(labels)) == 1 < len(runs):
+        labels = [f"seed {seed_of(run)}" for run in runs]
+    order = [*dict.fromkeys(labels)]
+    lines: dict[str, list[Line]] = {column: [] for column in CURVES}
+    for run, label in zip(runs, labels, strict=True):
+        colour = COLOURS[order.index(label) % len(COLOURS)]
+        columns = columns_in(run.steps, CURVES) | columns_in(run.evals, ["val_loss"])
+        for name, points in columns.items():
+            if points:
+                steps, values = np.frombuffer(points).reshape(-1, 2).T
+                lines[name].append(Line(label, colour, seed_of(run), steps, values))
+    return lines
+
+
+def columns_in(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, array[float]]:
+    """Return step and value of the rows that have a column, one after the other."""
+    points = {name: array("d") for name in names}
+    for row in rows:
+        for name, places in points.items():
+            value = number(row.get(name))
+            if value is not None:
+                places.extend((row["step"], value))
+    return points
+
+
+def differences(lines: Sequence[Line], baseline: str | None) -> list[Line]:
+    """Return lines minus the baseline's of the same seed, at their common steps."""
+    references = {line.seed: line for line in lines if line.label == baseline}
+    apart = []
+    for line in lines:
+        base = references.get(line.seed, line)
+        steps, ours, theirs = np.intersect1d(line.steps, base.steps, return_indices=True)
+        if line.label != baseline and base is not line and len(steps):
+            apart.append(line._replace(steps=steps, values=line.values[ours] - base.values[theirs]))
+    return apart
+
+
+def with_means(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines of several seeds, and the mean of each recipe at the common steps."""
+    drawn = []
+    for label in dict.fromkeys(line.label for line in lines):
+        group = [line for line in lines if line.label == label]
+        if len(group) > 1 and len(lines) <= MOST_LINES:
+            drawn += group
+        steps = reduce(np.intersect1d, [line.steps for line in group])
+        values = [line.values[np.isin(line.steps, steps)] for line in group]
+        if len(steps):
+            mean = np.mean(values, axis=0)
+            drawn.append(group[0]._replace(steps=steps, values=mean, is_main=True))
+    return drawn

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
@@ -31,6 +33,9 @@ from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.places import is_run, only_run
 from narrowgauge.runs.schema import VERSION, Row
 from narrowgauge.spec.toml import load_toml
+
+LARGE = 1 << 23
+"""Bytes of a file of rows up to which it is read at once."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +52,24 @@ class Run:
 
     path: Path
     run: Row
-    steps: list[Row] = field(default_factory=list)
-    evals: list[Row] = field(default_factory=list)
-    events: list[Row] = field(default_factory=list)
+    steps: Sequence[Row] = field(default_factory=list)
+    evals: Sequence[Row] = field(default_factory=list)
+    events: Sequence[Row] = field(default_factory=list)
     summary: Row | None = None
     notes: list[str] = field(default_factory=list)
 
     @cached_property
-    def gauges(self) -> list[Row]:
+    def gauges(self) -> Sequence[Row]:
         """Return the rows of ``gauges.jsonl``, read on first use: they are by far the largest."""
         return self._read("gauges")
 
     @cached_property
-    def fingerprints(self) -> list[Row]:
+    def fingerprints(self) -> Sequence[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
         return self._read("fingerprints")
 
-    def _read(self, kind: str) -> list[Row]:
-        return [] if self.is_foreign else [*rows_in(self.path / f"{kind}.jsonl", self.notes)]
+    def _read(self, kind: str) -> Sequence[Row]:
+        return [] if self.is_foreign else _rows(self.path / f"{kind}.jsonl", self.notes)
 
     @property
     def is_foreign(self) -> bool:
@@ -109,7 +114,7 @@ def read_run(path: str | Path) -> Run:
         return Run(**log)
     notes: list[str] = []
     steps, evals, events = (
-        [*rows_in(path / f"{kind}.jsonl", notes)] for kind in ("steps", "evals", "events")
+        _rows(path / f"{kind}.jsonl", notes) for kind in ("steps", "evals", "events")
     )
     return Run(path, read_settings(path), steps, evals, events, read_summary(path, notes), notes)
 
@@ -185,4 +190,32 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
             wrong.append(number)
     if wrong:
         count = counted(len(wrong), "damaged row")
-        notes.append(f"{file.name} has {count} of {number}, the first in line {wrong[0]}; left out")
+        note = f"{file.name} has {count} of {number}, the first in line {wrong[0]}; left out"
+        if note not in notes:
+            notes.append(note)
+
+
+class LargeFile(Sequence[Row]):
+    """The rows of a file, read anew by each loop over them: a million would take gigabytes."""
+
+    def __init__(self, file: Path, notes: list[str]) -> None:
+        self.file = file
+        self.notes = notes
+
+    def __iter__(self) -> Iterator[Row]:
+        return rows_in(self.file, self.notes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return rows as a list does. The last one alone takes no memory."""
+        is_last = place in (-1, slice(-1, None))
+        rows = [*deque(self, 1)] if is_last else [*self]
+        return rows[place]
+
+
+def _rows(file: Path, notes: list[str]) -> Sequence[Row]:
+    with disk_errors(file):
+        is_large = file.is_file() and file.stat().st_size > LARGE
+    return LargeFile(file, notes) if is_large else [*rows_in(file, notes)]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import NarrowgaugeError, require_package
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.measuring.comparison import Comparison, compare_runs
 from narrowgauge.measuring.labels import recipe_name, run_name
 from narrowgauge.report.page import learned
@@ -84,7 +84,6 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         folder = Path(out or temporary)
         if out is not None:  # refused before hours of training
-            require_package("plotly")
             ranks.of_first(lambda: require_comparison(folder, plan))
         for name in plan:
             require_free(folder / name)
@@ -145,7 +144,6 @@ def compare_recipes(
         NarrowgaugeError: an invalid setting, or one that a run in the folder has otherwise.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved.
     """
-    require_package("plotly")
     folder = Path(out or Path("comparisons") / Path(Settings(**settings).model).name)
     plan = planned(recipes, seeds)
     require_comparison(folder, plan)

@@ -1,0 +1,202 @@
+"""Figures as SVG: lines over steps, with their names at their ends.
+
+A figure needs no script and no style sheet, so it may be copied into a paper: text and axes take the
+colour of the text around it, and lines have colours that are readable on white and on near black.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4559a", "#a58412", "#7565d0", "#7d838e")
+"""By recipe. The first four are told apart by the colour-blind, too (after Okabe and Ito)."""
+WIDTH = 440
+"""Of a figure, in units of which a letter takes about seven."""
+LEFT = 52
+TOP = 26
+HEIGHT = 200
+"""Of the axes, which begin at ``LEFT`` and ``TOP``."""
+LONGEST = 22
+"""Letters of a label."""
+APART = 14.0
+"""Units between labels."""
+POINTS = 700
+"""A figure has about this many points: longer lines are drawn by means of equal parts."""
+FEW = 13
+"""A line of fewer points has a dot at each."""
+FIGURE = (
+    '<figure><figcaption><b>{0}</b>{1}</figcaption><svg viewBox="0 0 440 {3:.0f}" role="img" '
+    'font-size="13" font-family="system-ui, sans-serif" fill="none" stroke-linejoin="round" '
+    'xmlns="http://www.w3.org/2000/svg"><title>{0}</title><desc>{2}</desc>{4}</svg></figure>'
+).format
+TEXT = '<text x="{:.0f}" y="{:.1f}" text-anchor="{}" fill="currentColor">{}</text>'.format
+GRID = '<path d="M52 {:.1f}h{}" stroke="currentColor" stroke-opacity=".18"/>'.format
+BAND = '<rect y="{:.1f}" width="{}" height="{:.1f}" fill="currentColor" fill-opacity=".09"/>'.format
+CURVE = '<g stroke="{}" stroke-width="{}"><title>{}</title><path d="{}"/></g>'.format
+MARK = '<path d="{}" stroke="{}" stroke-width="{}" stroke-linecap="round"/>'.format
+PLOT = '<svg x="52" y="26" width="{}" height="{}">{}</svg>'.format
+
+
+class Line(NamedTuple):
+    """A line of values over steps. ``label`` is written at the end of a ``main`` line: the only one of
+    its colour, or the mean of several seeds. NaN is a gap.
+    """
+
+    label: str
+    colour: str
+    seed: int
+    steps: np.ndarray
+    values: np.ndarray
+    is_main: bool = False
+
+
+class Axis(NamedTuple):
+    """An axis from ``start`` to ``end``, drawn over ``length`` units."""
+
+    start: float
+    end: float
+    length: float
+
+    def at(self, values: Any) -> Any:
+        """Return where values lie, in units; far beyond the ends it does not matter where."""
+        places = (np.asarray(values) - self.start) / (self.end - self.start)
+        return (places * self.length).clip(-999, 999)
+
+
+def figure(
+    heading: tuple[str, str, str],
+    lines: Sequence[Line],
+    shown: Sequence[float] = (),
+    band: float = 0.0,
+) -> str:
+    """Return lines over steps as a figure.
+
+    Args:
+        heading: the title, the caption, and the unit of the values.
+        shown: values that the axis includes, so that noise does not look like a trend.
+        band: half width of a grey band around zero.
+    """
+    title, caption, unit = map(escape, heading)
+    size = max(1, sum(map(len, map(attrgetter("steps"), lines))) // POINTS)
+    if size > 1:
+        unit += f" (means of {size} points)"
+    thin = list(map(thinned, lines, [size] * len(lines)))
+    main = list(filter(attrgetter("is_main"), thin))
+    across, down = _axes(thin, main, shown)
+    top, bottom = down.at(band), down.at(-band)
+    inside = BAND(top, across.length, bottom - top) if band else ""
+    for line in thin:
+        inside += _curve(line, across, down)
+    parts = [TEXT(0, 12, "start", unit), PLOT(across.length, down.length, inside)]
+    parts += [*_scales(across, down), *_labels(main, LEFT + across.length, down)]
+    words = ""
+    for line in main:
+        words += f"{line.label} ends at {line.values[-1]:.5g}. "
+    return FIGURE(title, caption, escape(words), TOP + down.length + 26, "".join(parts))
+
+
+def _axes(lines: Sequence[Line], main: Sequence[Line], shown: Sequence[float]) -> tuple[Axis, Axis]:
+    """Return the axes of steps and values. Labels stand to the right of them."""
+    longest = min(LONGEST, max(map(len, map(attrgetter("label"), main))))
+    end = np.concatenate(list(map(attrgetter("steps"), lines))).max()
+    low, high = axis_range(np.concatenate(list(map(attrgetter("values"), lines))), shown)
+    across = Axis(0.0, end, WIDTH - LEFT - 20 - 7 * longest)
+    return across, Axis(high, low, max(HEIGHT, APART * len(main)))
+
+
+def _scales(across: Axis, down: Axis) -> list[str]:
+    """Return the grid of the values, and the numbers on both axes."""
+    bottom = TOP + down.length + 18
+    parts = [TEXT(LEFT + across.length + 28, bottom, "start", "step")]
+    for value, words in ticks(down.end, down.start):
+        y = TOP + down.at(value)
+        parts += [GRID(y, across.length), TEXT(LEFT - 6, y + 4, "end", words)]
+    for value, words in ticks(0.0, across.end, 4):
+        parts.append(TEXT(LEFT + across.at(value), bottom, "middle", words))
+    return parts
+
+
+def _curve(line: Line, across: Axis, down: Axis) -> str:
+    """Return a line, with a title that a pointer shows."""
+    commands = ""
+    dots = []
+    is_gap = True
+    for x, y in zip(across.at(line.steps), down.at(line.values), strict=True):
+        if not math.isnan(y):
+            commands += f"{'M' if is_gap else 'L'}{x:.0f} {y:.1f}"
+            dots.append(f"M{x:.0f} {y:.1f}h.1")
+        is_gap = math.isnan(y)
+    name = line.label if line.is_main else f"{line.label}, seed {line.seed}"
+    curve = CURVE(line.colour, 2 if line.is_main else 0.7, escape(name), commands)
+    return curve + MARK("".join(dots), line.colour, 5) if len(dots) < FEW else curve
+
+
+def _labels(lines: Sequence[Line], x: float, down: Axis) -> list[str]:
+    """Return the names of lines at their last finite values, pushed apart."""
+    ends = []
+    for line in lines:
+        finite = line.values[np.isfinite(line.values)]
+        if len(finite):
+            ends.append((float(down.at(finite[-1]).clip(0, down.length)), line.label, line.colour))
+    ends.sort()
+    parts = []
+    for (y, label, colour), place in zip(ends, apart(ends, down.length), strict=True):
+        parts.append(MARK(f"M{x} {TOP + y:.1f}L{x + 8} {TOP + place:.1f}", colour, 2))
+        words = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+        parts.append(TEXT(x + 12, TOP + place + 4, "start", escape(words)))
+    return parts
+
+
+def apart(ends: Sequence[tuple[float, str, str]], length: float) -> np.ndarray:
+    """Return the sorted first values at least a gap apart: pushed down, and back up from the end."""
+    room = APART * np.arange(len(ends))
+    places = np.array(list(map(itemgetter(0), ends)))
+    moved = np.maximum.accumulate(places - room) + room
+    return np.asarray(np.minimum(moved, length - room[::-1]))
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
+    """Return round values of an axis with their texts.
+
+    Example:
+        >>> ticks(0, 240, 4), ticks(-0.06, 0.13, 4)[1]
+        ([(0.0, '0'), (100.0, '100'), (200.0, '200')], (0.0, '0.00'))
+    """
+    raw = (high - low) / most
+    power = math.floor(math.log10(raw))
+    factor = next(factor for factor in (1, 2, 5, 10) if factor * 10.0**power >= raw)
+    step = factor * 10.0**power
+    values = step * np.arange(math.ceil(low / step), math.floor(high / step) + 1)
+    form = ".1e" if high >= 1e7 else f",.{max(0, -power - factor // 10)}f"
+    return [(value, format(value, form)) for value in values.tolist()]
+
+
+def axis_range(values: np.ndarray, shown: Sequence[float] = ()) -> tuple[float, float]:
+    """Return an axis around nearly all values: a spike or a diverged run does not flatten the rest.
+
+    Example:
+        >>> axis_range(np.array([1.0, 0.999]), (0.0, 1.1))
+        (0.0, 1.1)
+    """
+    finite = values[np.isfinite(values)].tolist()
+    low, quarter, middle, high = np.percentile(finite or [0.0], [0, 25, 75, 100]).tolist()
+    reach = 6 * (middle - quarter)
+    low = min(max(low, quarter - reach), *shown, high)
+    high = max(min(high, middle + reach), *shown, low)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+    bottom = low if low in shown else low - margin
+    return bottom, high if high in shown and high > low else high + margin
+
+
+def thinned(line: Line, size: int) -> Line:
+    """Return a line of means of ``size`` points each, back from the end."""
+    size = min(size, len(line.steps))
+    first = len(line.steps) % size
+    steps = line.steps[first + size - 1 :: size]
+    return line._replace(steps=steps, values=line.values[first:].reshape(-1, size).mean(1))
