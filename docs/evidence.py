@@ -232,17 +232,15 @@ def cell(spec: Row) -> str:
     Args:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
-            compared with. What they ``show``: the ``text``, the ``mean`` or the ``range`` of a
-            ``field``, the range of each row as a ``series``, the ``seeds``, the loss ``less`` the baseline's, their
-            ``equivalence``, the ``change`` from the first loss, how far it is ``ahead`` in 0.001
-            nats, or how much of the baseline's fall is ``kept``; in a ``form``.
+            compared with. What they ``show``: the ``mean`` or the ``range`` of a ``field``, which
+            may be text, the range of each row as a ``series``, the ``seeds``, the loss ``less``
+            the baseline's, their ``equivalence``, the ``change`` from the first loss, how far it is
+            ``ahead`` in 0.001 nats, or how much of the baseline's fall is ``kept``; in a ``form``.
     """
     how = spec["show"]
     runs, paired = runs_of(spec)
     if not runs:
         return "–"
-    if how == "text":
-        return str(runs[0].get(spec["field"]) or "–")
     if how == "range":
         return range_of(runs, spec["field"])
     if how == "series":
@@ -361,22 +359,15 @@ def digest(name: str) -> str:
     return " ".join(hashes[:2])
 
 
-def is_of_today(digests: dict[str, str]) -> bool:
-    """Return whether what a figure holds on is today what it was in its measurement."""
-    return all(digest(name) == value for name, value in digests.items())
-
-
-def has_bits_of_today(run: Row) -> bool:
-    """Return whether a run's own step and layers have the digests of today."""
-    return is_of_today(run["digests"][run["row"]])
-
-
 def tracked(runs: Sequence[Row]) -> str:
-    """Return a mark of how many of some runs have the bits of today."""
-    with_digests = [run for run in runs if "digests" in run]
-    if not with_digests:
+    """Return a mark of how many of some runs have the bits of today: of their own step and layers."""
+    if not any("digests" in run for run in runs):
         return "not tracked"
-    number = sum(map(has_bits_of_today, with_digests))
+    number = 0
+    for run in runs:
+        if "digests" in run:
+            held = run["digests"][run["row"]]
+            number += all(digest(name) == value for name, value in held.items())
     if number == len(runs):
         return ""
     return f"† {number} of {len(runs)} runs are of today's bits"
