@@ -33,7 +33,6 @@ from torch.distributed import tensor as placements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel
-from torch.nn.functional import cross_entropy
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
@@ -51,6 +50,7 @@ class Case:
     Args:
         sharded: by FSDP2; if not, replicated.
         micro_batches: of a rank in a step, each of ``tokens``: sequences, and their length.
+        tensor: ranks that divide each layer by tensor parallelism.
     """
 
     model: str
@@ -58,6 +58,7 @@ class Case:
     sharded: bool
     micro_batches: int
     tokens: tuple[int, int]
+    tensor: int = 1
 
 
 CASES = (
@@ -65,6 +66,21 @@ CASES = (
     Case("llama-8m", 2, False, 2, (4, 256)),
     Case("llama-35m", 4, True, 1, (2, 256)),
 )
+
+LAYOUTS = {"shard 4": 1, "shard 2 × tensor 2": 2, "tensor 4": 4}
+"""Tensor-parallel ranks of four."""
+COLUMN = parallel.ColwiseParallel()
+ROW = parallel.RowwiseParallel()
+WHOLE = placements.Replicate()
+TENSOR_PARALLEL = {
+    "model.embed_tokens": parallel.RowwiseParallel(input_layouts=WHOLE),
+    "lm_head": parallel.ColwiseParallel(output_layouts=WHOLE),
+    "model.layers.*.self_attn.[qkv]_proj": COLUMN,
+    "model.layers.*.self_attn.o_proj": ROW,
+    "model.layers.*.mlp.gate_proj": COLUMN,
+    "model.layers.*.mlp.up_proj": COLUMN,
+    "model.layers.*.mlp.down_proj": ROW,
+}
 
 
 def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
@@ -97,19 +113,23 @@ def stepper(case: Case, reduction: str) -> Callable[[], None]:
     """Return a training step of one model with one reduction."""
     model: Any = language_model.build(case.model, seed=0)
     called = model
-    if case.sharded:
-        shard(model, init_device_mesh("cpu", (case.ranks,)), wire="float32", average=False)
-    elif reduction != "reproducible":
+    num_shards = case.ranks // case.tensor
+    mesh = init_device_mesh("cpu", (num_shards, case.tensor), mesh_dim_names=("shard", "tensor"))
+    if case.tensor > 1:
+        parallel.parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
+    if case.sharded and num_shards > 1:
+        shard(model, mesh["shard"], wire="float32", average=False)
+    elif case.tensor == 1 and reduction != "reproducible":
         called = nn.parallel.DistributedDataParallel(model)
     optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage="float32", max_grad_norm=1.0)
     sums = None
     if reduction == "reproducible":
         sums = ng.reduce_gradients_with(model, average=False)
     sequences, length = case.tokens
-    draw = torch.Generator().manual_seed(dist.get_rank())
+    draw = torch.Generator().manual_seed(mesh.get_local_rank("shard"))
     shape = (case.micro_batches, sequences, length + 1)
     batches = torch.randint(model.config.vocab_size, shape, generator=draw)
-    share = case.ranks * case.micro_batches * sequences * length
+    share = num_shards * case.micro_batches * sequences * length
 
     def step() -> None:
         for place, tokens in enumerate(batches):
@@ -122,64 +142,11 @@ def stepper(case: Case, reduction: str) -> Callable[[], None]:
     return step
 
 
-def timed(case: Case, rounds: int) -> list[Row]:
-    """Return the table of a case: whole steps of each reduction in turn, all ranks in step."""
+def timed(kinds: dict[str, tuple[Case, str]], rounds: int) -> list[Row]:
+    """Return a table: whole steps of each case and reduction in turn, all ranks in step."""
     contenders = []
-    for name in ("torch", "torch, again", "reproducible"):
-        step = stepper(case, name.removesuffix(", again"))
-        contenders.append(Contender(name, step, before=dist.barrier))
-    settings: dict[str, Any] = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
-    return measure(contenders, rounds=rounds, **settings)
-
-
-# ── layouts ───────────────────────────────────────────────────────────────────────────────────────
-
-LAYOUTS = {"shard 4": (4, 1), "shard 2 × tensor 2": (2, 2), "tensor 4": (1, 4)}
-"""Ranks of FSDP2, and tensor-parallel ranks."""
-WHOLE = placements.Replicate()
-COLUMN = parallel.ColwiseParallel()
-ROW = parallel.RowwiseParallel()
-TENSOR_PARALLEL = {
-    "model.embed_tokens": parallel.RowwiseParallel(input_layouts=WHOLE),
-    "lm_head": parallel.ColwiseParallel(
-        output_layouts=placements.Shard(-1), use_local_output=False
-    ),
-    "model.layers.*.self_attn.[qkv]_proj": COLUMN,
-    "model.layers.*.self_attn.o_proj": ROW,
-    "model.layers.*.mlp.gate_proj": COLUMN,
-    "model.layers.*.mlp.up_proj": COLUMN,
-    "model.layers.*.mlp.down_proj": ROW,
-}
-
-
-def layout_step(sharding: int, tensor: int, model_name: str) -> Callable[[], None]:
-    """Return a training step of four sequences, divided over the ranks of FSDP2."""
-    mesh = init_device_mesh("cpu", (sharding, tensor), mesh_dim_names=("shard", "tensor"))
-    model: Any = language_model.build(model_name, seed=0)
-    if tensor > 1:
-        parallel.parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
-    if sharding > 1:
-        shard(model, mesh["shard"])
-    optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage="float32")
-    torch.manual_seed(mesh.get_local_rank("shard"))
-    batch = torch.randint(model.config.vocab_size, (4 // sharding, 257))
-
-    def step() -> None:
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        with parallel.loss_parallel() if tensor > 1 else nullcontext():
-            cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def layouts_timed(model_name: str, rounds: int) -> list[Row]:
-    """Return the table of the layouts of one model."""
-    contenders = []
-    for name, ranks in LAYOUTS.items():
-        step = layout_step(*ranks, model_name)
-        contenders.append(Contender(name, step, before=dist.barrier))
+    for name, kind in kinds.items():
+        contenders.append(Contender(name, stepper(*kind), before=dist.barrier))
     settings: dict[str, Any] = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
     return measure(contenders, rounds=rounds, **settings)
 
@@ -249,11 +216,16 @@ def main(arguments: Sequence[str]) -> int:
         show(f"final models of {LEAVES} micro-batches on ranks", rows)
     if options.only in (None, "time") and not options.quick:
         for case in CASES:
-            show(str(case), on_ranks(timed, case.ranks, case, options.rounds))
+            kinds = {"torch": (case, "torch"), "torch, again": (case, "torch")}
+            kinds["reproducible"] = (case, "reproducible")
+            show(str(case), on_ranks(timed, case.ranks, kinds, options.rounds))
     if options.only in (None, "layouts"):
         model = "llama-1m" if options.quick else "llama-35m"
+        kinds = {}
+        for name, tensor in LAYOUTS.items():
+            kinds[name] = Case(model, 4, True, 1, (tensor, 256), tensor), "torch"
         rounds = 2 if options.quick else options.rounds
-        show(f"layouts of {model} on 4 ranks", on_ranks(layouts_timed, 4, model, rounds))
+        show(f"layouts of {model} on 4 ranks", on_ranks(timed, 4, kinds, rounds))
     return 0
 
 
