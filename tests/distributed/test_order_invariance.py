@@ -170,7 +170,7 @@ def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> N
     for size in (1, 2):
         for twice, *unsent_messages, skipped in run_ranks(unsent, size, tmp_path / str(size)):
             if size > 1:
-                assert "two backward passes were met in one micro-batch" in twice
+                assert "two backward passes in one micro-batch" in twice
                 assert "got none in a micro-batch" in skipped
             assert len(unsent_messages) == 3
             for message in unsent_messages:

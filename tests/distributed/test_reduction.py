@@ -1,6 +1,4 @@
-"""Gradients summed exactly across ranks: FSDP2 with replicas and without, DDP, replicated, one
-process.
-"""
+"""Gradients summed exactly across ranks: FSDP2 with replicas and without, replicated, one process."""
 
 from __future__ import annotations
 
@@ -21,23 +19,19 @@ from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 
-KINDS = ("sharded", "replicas", "replicated", "ddp")
+KINDS = ("sharded", "replicas", "replicated")
 
 
-def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """The model of tests and what is called in its place, on the ranks of the default process
-    group.
-    """
-    model = Leaf(dtype)
-    if kind == "ddp":
-        return model, nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+def placed(kind: str) -> nn.Module:
+    """The model of tests, on the ranks of the default process group."""
+    model = Leaf()
     if kind in ("sharded", "replicas", "shards of one"):
         mesh = mesh_of(kind)
         vectors = {model.gain, model.unused}
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh, ignored_params=vectors)
-    return model, model
+    return model
 
 
 def all_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -84,12 +78,12 @@ def every_kind(rank: int) -> list[dict[str, Tensor]]:
     """Five leaves on four ranks, two rounds: the gradients of each kind, and averaged ones."""
     results = []
     for kind in KINDS:
-        model, called = placed(kind)
-        reduction = ng.reduce_gradients_with(called, average=False)
-        step(reduction, called, [rank, 4 if rank == 0 else None])
+        model = placed(kind)
+        reduction = ng.reduce_gradients_with(model, average=False)
+        step(reduction, model, [rank, 4 if rank == 0 else None])
         results.append(all_gradients(model))
-        model, called = placed(kind)
-        step(ng.reduce_gradients_with(called), called, [rank])
+        model = placed(kind)
+        step(ng.reduce_gradients_with(model), model, [rank])
         results.append(all_gradients(model))
     return results
 
@@ -101,7 +95,39 @@ def on_four(rank: int) -> dict[str, Any]:
         "restored": restored(rank),
         "replaced": replaced(rank),
         "refusal": refusal(),
+        "in ddp": in_ddp(),
+        "other experts": other_experts(rank),
     }
+
+
+class Experts(nn.ModuleList):
+    def forward(self, expert: int) -> Tensor:
+        return self[expert](torch.ones(1, 8))
+
+
+def in_ddp() -> str:
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(RecipeError) as error:
+        ng.reduce_gradients_with(wrapped)
+    return str(error.value)
+
+
+def other_experts(rank: int) -> str:
+    """What is said where ranks use experts of unequal size in one group of FSDP2."""
+    model = Experts(nn.Linear(8, 8 * size) for size in (1, 5, 2, 3))
+    fully_shard(model, mesh=mesh_of("sharded"))
+    reduction = ng.reduce_gradients_with(model, average=False)
+    with pytest.raises(RecipeError) as error, reduction.micro_batch():
+        model(rank).sum().backward()
+    return str(error.value)
+
+
+def test_what_ranks_cannot_sum_is_refused_on_each_before_it_is_sent(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    for result in four_ranks:
+        assert "a sharded parameter of a group got none" in result["other experts"]
+        assert "Give the model that it wraps" in result["in ddp"]
 
 
 @pytest.fixture(scope="module")
@@ -138,28 +164,26 @@ def test_ranks_without_a_gradient_send_zeros_in_its_format(
 
 
 def restored(rank: int) -> list[dict[str, Tensor]]:
-    """The gradients of FSDP2's and DDP's own average, without a reduction, and after one was
-    closed.
-    """
+    """The gradients of FSDP2's own average, without a reduction, and after one was closed."""
     results = []
     for closes in (False, True):
-        for kind in ("sharded", "replicas", "ddp"):
-            model, called = placed(kind)
+        for kind in ("sharded", "replicas"):
+            model = placed(kind)
             if closes:
-                ng.reduce_gradients_with(called, "reproducible").close()
-            called(gradients_of(rank)).backward()
+                ng.reduce_gradients_with(model, "reproducible").close()
+            model(gradients_of(rank)).backward()
             results.append(
                 {name: value for name, value in all_gradients(model).items() if name != "gain"}
             )
     return results
 
 
-def test_a_closed_reduction_leaves_fsdp_and_ddp_as_they_were(
+def test_a_closed_reduction_leaves_fsdp_as_it_was(
     four_ranks: list[dict[str, Any]],
 ) -> None:
     for result in four_ranks:
         results = result["restored"]
-        for plain, closed in zip(results[:3], results[3:], strict=True):
+        for plain, closed in zip(results[:2], results[2:], strict=True):
             assert plain
             assert_close(closed, plain, 0.0)
 
@@ -170,20 +194,20 @@ def replaced(rank: int) -> list[dict[str, Tensor]]:
     """
     results = []
     for is_used in (False, True):
-        model, called = placed("sharded")
+        model = placed("sharded")
         if is_used:
-            called(gradients_of(0)).backward()
+            model(gradients_of(0)).backward()
             model.zero_grad()
         value = distribute_tensor(Leaf().head.detach(), mesh_of("sharded"), [Shard(0)])
         model.head = model.tied = nn.Parameter(value)
-        step(ng.reduce_gradients_with(called, average=False), called, [rank])
+        step(ng.reduce_gradients_with(model, average=False), model, [rank])
         results.append(all_gradients(model))
     return results
 
 
 def refusal() -> str:
     """What is said of a shard that nobody could sum."""
-    sharded_by_hand = placed("sharded")[0]
+    sharded_by_hand = placed("sharded")
     sharded_by_hand.extra = nn.Parameter(
         distribute_tensor(torch.ones(4), mesh_of("sharded"), [Shard(0)])
     )
@@ -201,7 +225,7 @@ def test_shards_that_were_replaced_are_summed_and_others_refused(
     for result in four_ranks:
         for gradients in result["replaced"]:
             assert_close(gradients, expected(range(4)), 1e-6)
-        assert "'extra' is a DTensor" in result["refusal"]
+        assert "Cannot sum the gradient of 'extra'" in result["refusal"]
 
 
 def test_a_failure_discards_the_step() -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from equivalence.ways import (
@@ -36,16 +35,15 @@ from equivalence.ways import (
 from narrowgauge.spec.notation import parse
 
 NUM_RANKS = 4
-WAYS = {"fsdp2": 2, "ddp": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
+WAYS = {"fsdp2": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
 """On how many ranks each way trains."""
 RECIPES_OF = {
     "fsdp2": RECIPES,
-    "ddp": RECIPES[::2],
-    "replicated": RECIPES[1::2],
+    "replicated": RECIPES,
     "hsdp": (*RECIPES[1::2], *MORE[:-1]),  # vectors of the last have a scale, which no ranks share
     "resumed_on_three": RECIPES,
 }
-"""The recipes of each way: all are sharded and resumed, and replicated in one way."""
+"""The recipes of each way."""
 BY_CALLER = ("bfloat16/word", "float8-row/word")
 
 
@@ -100,15 +98,6 @@ def replicated(recipe: str, mesh: Any) -> dict[str, str]:
     return fingerprint(train_in_micro_batches(reproducible(recipe, mesh, shard="none"), mesh=mesh))
 
 
-def ddp(recipe: str, mesh: Any) -> dict[str, str]:
-    """Wrap the prepared model in DistributedDataParallel."""
-    model, optimizer = start(recipe)
-    wrapped = DistributedDataParallel(model, process_group=mesh.get_group())
-    reduction = ng.reduce_gradients_with(wrapped, "reproducible", average=False)
-    train_in_micro_batches(Training(wrapped, optimizer), mesh=mesh, reduction=reduction)
-    return fingerprint(Training(model, optimizer))
-
-
 def by_caller(recipe: str, mesh: Any = None) -> dict[str, str]:
     """Swap, shard and sum in a loop of the caller's own, with one parameter whole."""
     row = parse(recipe)
@@ -148,8 +137,6 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
             fingerprints["fsdp2", recipe] = fsdp2(recipe, half, folder)
             if recipe in BY_CALLER:
                 fingerprints["by_caller", recipe] = by_caller(recipe, half)
-        elif recipe in RECIPES_OF["ddp"]:
-            fingerprints["ddp", recipe] = ddp(recipe, half)
         else:
             fingerprints["replicated", recipe] = replicated(recipe, half)
     dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -131,12 +132,6 @@ def test_code_that_reads_a_weight_gets_the_stored_one(name: str) -> None:
         error = (model(**inputs).logits - expected).norm() / expected.norm()
     assert 0 < error < 0.05
     layer = next(layer for layer in model.modules() if isinstance(layer, QuantizedLinear))
-    with pytest.raises(RecipeError, match="Cannot change the weight"):
-        layer.weight.data += 1
-    with pytest.raises(RecipeError, match="Cannot change the weight"):
-        layer.weight.add_(1)
-    with pytest.raises(RecipeError, match="Cannot change the weight"):
-        layer.weight[0] = 1
     assert torch.equal(torch.zeros(layer.weight.shape).copy_(layer.weight), layer.dequantize())
 
 
@@ -174,6 +169,8 @@ def test_a_stored_weight_is_widened_for_products_alone_and_these_are_told(
 def test_a_change_of_a_stored_weight_is_refused_however_it_is_made() -> None:
     layer = quantize_for_inference(holder(), "int8-row")["fc"]
     for change in (
+        lambda: layer.weight.data.add_(1),
+        lambda: operator.setitem(layer.weight, 0, 1),
         lambda: torch.add(layer.weight.float(), 1, out=layer.weight),
         lambda: layer.weight.copy_(torch.zeros(OUT, IN)),
         lambda: nn.init.zeros_(layer.weight),

@@ -43,8 +43,8 @@ def reduce_gradients_with(
     """Sum a model's gradients across ranks exactly, from now on.
 
     Args:
-        model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with
-            equal weights on all ranks. What FSDP2 does not shard must be equal on all ranks. Freeze
+        model: sharded by FSDP2, with replicas (HSDP) or without; or plain, with equal weights on all
+            ranks, in place of one in DDP. What FSDP2 does not shard must be equal on all ranks. Freeze
             parameters first.
         name: ``"reproducible"``, the one sum that is not PyTorch's.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of
@@ -73,6 +73,11 @@ def reduce_gradients_with(
             "Call fully_shard, or wrap the model in DistributedDataParallel; for float32 sums, with "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32).",
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise RecipeError(
+            "Cannot sum the gradients of a model in DistributedDataParallel because it sums them too.",
+            "Give the model that it wraps, with equal weights on all ranks, and call that one.",
+        )
     require_summable(model)
     return GradientReduction(model, average, mesh)
 
@@ -97,7 +102,7 @@ def require_summable(model: nn.Module) -> None:
 
 def reduction_of(model: nn.Module) -> GradientReduction | None:
     """Return the reduction that takes part in a model's backward passes, if there is one."""
-    for hook in inner_of(model)._forward_pre_hooks.values():
+    for hook in model._forward_pre_hooks.values():
         if isinstance(hook, _Guard):
             return hook.reduction
     return None
@@ -122,9 +127,10 @@ class _Guard(OwnHook):
 class _GroupSum:
     """Sum the gradients of a parameter group of FSDP2, as its ``set_custom_reduce_scatter`` asks."""
 
-    def __init__(self, reduction: GradientReduction, exact_sum: ExactSum) -> None:
+    def __init__(self, reduction: GradientReduction, exact_sum: ExactSum, part_size: int) -> None:
         self.reduction = reduction
         self.exact_sum = exact_sum
+        self.part_size = part_size
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -132,6 +138,8 @@ class _GroupSum:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         """Sum ``input_tensor`` of all ranks, ``[shards * n]``, into this rank's piece ``[n]``."""
         self.reduction.arrive(self)
+        if output_tensor.numel() != self.part_size:  # before others wait for vectors of this length
+            raise _unused("of a group")
         if self.reduction.is_absent:
             input_tensor.zero_()
         total = self.exact_sum.add(input_tensor, is_last=self.reduction.is_last)
@@ -151,10 +159,7 @@ class GradientReduction:
 
     def __init__(self, model: nn.Module, average: bool, mesh: Any) -> None:
         settle(model)
-        self._model = inner_of(model)
-        self._ddp: Any = None
-        if model is not self._model:
-            self._ddp = model
+        self._model = model
         self._fsdp = torch_names.fsdp_groups(model)
         self._groups = _groups_of(model, self._fsdp, mesh)
         self.size = prod(group.size() for group in self._groups)
@@ -192,7 +197,8 @@ class GradientReduction:
             if torch_names.fsdp_mesh(group)[2] is not None and alone is None:
                 # For FSDP2's own sum over replicas, when ours is done.
                 alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            comm = _GroupSum(self, self._new_sum(int(sums_shards)))
+            part_size = torch_names.fsdp_part_size(group)
+            comm = _GroupSum(self, self._new_sum(int(sums_shards)), part_size)
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
         return in_groups if sums_shards else set()
 
@@ -239,7 +245,10 @@ class GradientReduction:
                 gradients on a rank.
         """
         if self._is_open or not self._undo:  # else FSDP2 would sum as it does alone
-            raise RuntimeError("micro_batch was entered within another, or of a closed reduction")
+            raise RuntimeError(
+                "Cannot enter micro_batch within another, or of a closed reduction. "
+                "Try one after the other, or a new reduction."
+            )
         self._begin(is_last)
         self._is_open = True
         self.is_last = is_last
@@ -249,9 +258,9 @@ class GradientReduction:
             yield
             if self._generators() != before:
                 raise RecipeError(
-                    "a micro-batch drew random numbers from PyTorch's default generator (dropout, "
-                    "sampling, layers left out at random), whose state depends on what this rank "
-                    "has computed before.",
+                    "Cannot have the same bits on any number of ranks because a micro-batch drew "
+                    "random numbers from PyTorch's default generator (dropout, sampling, layers "
+                    "left out at random), whose state depends on what this rank has computed.",
                     "Set the probabilities of dropout to 0, in attention too; or draw within "
                     "torch.random.fork_rng(), seeded there by the step and the micro-batch's own "
                     "number; or take another reduction.",
@@ -269,16 +278,11 @@ class GradientReduction:
     def _begin(self, is_last: bool) -> None:
         self._require_same_place(is_last)
         self._arrived.clear()
-        if self._ddp is not None:
-            # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank
-            # 0's in each forward pass.
-            self._ddp.require_backward_grad_sync = False
-            self._ddp.require_forward_param_sync = True
         if self._place:
             return
         if any(p.grad is not None for p in self._params):
             raise RecipeError(
-                "a step was begun, and gradients of an earlier one are still there.",
+                "Cannot begin a step because gradients of an earlier one are still there.",
                 "Call zero_grad(set_to_none=True) after each step.",
             )
         trained = {id(p) for p in self._model.parameters() if p.requires_grad}
@@ -298,13 +302,7 @@ class GradientReduction:
         # in vectors of equal length.
         unused = next((p for p in self._sharded if p.grad is None), None)
         if unused is not None:
-            raise RecipeError(
-                "Cannot sum gradients exactly because a sharded parameter of shape "
-                f"{tuple(unused.shape)} got none in a micro-batch: FSDP2 leaves it out of the "
-                "vectors that are summed.",
-                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
-                "it; or keep it whole on every rank: ignored_params=… of fully_shard.",
-            )
+            raise _unused(f"of shape {tuple(unused.shape)}")
         for exact_sum, bucket in self._buckets.items():
             self._add(exact_sum, bucket)
         if self.is_last:
@@ -320,7 +318,7 @@ class GradientReduction:
             gradient = gradient_of(parameter)
             if gradient is None and parameter in self._arrived:
                 raise RecipeError(
-                    "a gradient was cleared in backward, before it was summed over ranks.",
+                    "Cannot sum a gradient over ranks because it was cleared in backward.",
                     "Step after backward.",
                 )
             if gradient is None or self.is_absent:
@@ -396,8 +394,8 @@ class GradientReduction:
         self.require_open("in a backward pass")
         if source in self._arrived:
             raise RecipeError(
-                "two backward passes were met in one micro-batch, whose gradients are one addend of "
-                "an exact sum.",
+                "Cannot sum the gradients of two backward passes in one micro-batch because they are "
+                "one addend of an exact sum.",
                 "Add the losses, and call backward() once.",
             )
         self._arrived.add(source)
@@ -420,15 +418,15 @@ class GradientReduction:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = True
 
 
-def inner_of(model: nn.Module) -> nn.Module:
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    return model
+def _unused(which: str) -> RecipeError:
+    return RecipeError(
+        f"Cannot sum gradients exactly because a sharded parameter {which} got none in a "
+        "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
+        "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze it; or "
+        "keep it whole on every rank: ignored_params=… of fully_shard.",
+    )
 
 
 def _groups_of(model: nn.Module, fsdp: Sequence[tuple[Any, Any]], mesh: Any) -> list[Any]:
@@ -447,7 +445,7 @@ def _groups_of(model: nn.Module, fsdp: Sequence[tuple[Any, Any]], mesh: Any) -> 
     elif mesh is not None:
         groups = mesh.get_all_groups()
     elif has_group():
-        groups = [getattr(model, "process_group", None) or dist.group.WORLD]
+        groups = [dist.group.WORLD]
     return [group for group in groups if group.size() > 1]
 
 
@@ -456,7 +454,8 @@ def _require_gathered(model: nn.Module, in_groups: set[int]) -> None:
     for name, parameter in model.named_parameters():
         if is_sharded(parameter) and id(parameter) not in in_groups:
             raise RecipeError(
-                f"parameter '{name}' is a DTensor, and FSDP2 does not gather it.",
+                f"Cannot sum the gradient of '{name}' because it is a DTensor that FSDP2 does not "
+                "gather.",
                 "Shard it with fully_shard, or keep it whole on every rank.",
             )
 

@@ -7,12 +7,12 @@ backward. A two-dimensional mesh is *hybrid*: replicas along its first axis, sha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _sync_module_states
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
@@ -20,9 +20,6 @@ from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.anatomy import parts
-
-_BUCKET = 1 << 28
-"""Bytes of a broadcast."""
 
 
 def shard(
@@ -108,7 +105,10 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
         if group.size() > 1:
-            _sync_module_states(model, group, _BUCKET, 0, ())
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                values = tensor.detach().contiguous()
+                torch.distributed.broadcast(values, group=group, group_src=0)
+                tensor.detach().copy_(values)
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:

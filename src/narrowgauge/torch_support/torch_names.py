@@ -9,7 +9,8 @@
     Find which parameters travel together, their order, dtypes and ranks, and what is not sent now.
     An all-reduce over replicas with nothing left to sum goes to a group of one rank. Alternative:
     the mesh as an argument.
-``FSDPParam`` (``sharded_param``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``, ``_init_extensions``),
+``FSDPParam`` (``sharded_param``, ``padded_sharded_param_size``, ``_unsharded_param``,
+``all_gather_outputs``, ``reset_sharded_param``, ``_init_extensions``),
 ``FSDPParamGroup._init_mp_dtypes``
     Parameters replaced after ``fully_shard``, as by ``to_empty``.
     FSDP2 looks for such changes only in its first forward pass. Alternative: refusing them.
@@ -23,14 +24,11 @@
     function without setting ``torch.compiler.is_compiling()``. Alternative: 2.13 as the oldest
     release.
 ``torch._C._are_functorch_transforms_active``
-    Choose the autograd function of narrow layers that ``torch.func`` takes. Alternative: its 40 µs
-    in every call.
+    Record nothing inside a transform of ``torch.func``, whose tensors have no values. Alternative:
+    none.
 ``torch.utils._python_dispatch._disable_current_modes``
     Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all
     kernels when a model is prepared.
-``torch._subclasses.fake_tensor.FakeTensorMode``
-    Count a step of a user's module without its memory. Alternative: the meta device, which has no
-    fused attention.
 ``torch.utils._pytree.tree_map_only``
     Find tensors in module inputs and outputs, also in named tuples and transformers' outputs.
     Alternative: 15 lines.
@@ -173,6 +171,12 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
 
 def fsdp_parameters(group: Any) -> list[Tensor]:
     return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def fsdp_part_size(group: Any) -> int:
+    """Return the number of values of a rank's part of a group's gradients, padding included."""
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    return sum(parameter.padded_sharded_param_size.numel() for parameter in trained)
 
 
 def renew_fsdp_group(group: Any) -> None:
