@@ -145,11 +145,11 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
                 changes["tokens_per_step"] = wanted.job.tokens_per_step
             with contextlib.suppress(NarrowgaugeError):
                 told = known.next(**changes)
-                if told.difference == SAME:  # two measurements of one question are no plan
-                    continue
+                if told.rate_interval is None or told.difference == SAME:
+                    continue  # no interval, or two measurements of one question
                 rates = wanted.tokens_per_second, told.tokens_per_second, told.rate_interval
                 yield Fact(*names, told.difference, "speed", *rates)
-                if wanted.peak_gb and known.peak_gb:
+                if wanted.peak_gb and known.peak_gb and told.peak_interval:
                     peaks = wanted.peak_gb, told.peak_gb, told.peak_interval
                     yield Fact(*names, told.difference, "memory", *peaks)
 
@@ -202,14 +202,13 @@ def main() -> int:
     groups = defaultdict(list)
     for fact in facts:
         print(f"{fact.name:55} {fact.what:7} {fact.measured:12,.1f} {fact.planned:12,.1f}")
-        kind = "mixture" if fact.kind == "mixture" else "all but mixtures"
-        for group in {fact.kind, kind, fact.source}:
+        for group in (fact.kind, "all kinds", fact.source):
             if fact not in groups[fact.what, group]:
                 groups[fact.what, group].append(fact)
         groups["all", fact.source].append(fact)
     for (what, group), chosen in sorted(groups.items()):
         print(f"{what}, {group}: {summary(chosen)}")
-        if group in ("dense", "mixture"):
+        if group in (("all kinds",) if what == "memory" else ("dense", "mixture", "adapters")):
             wider = 1.0
             while what == "memory" and len(chosen) > 3 and held_by_others(chosen, wider) < 0.8:
                 wider += 0.05

@@ -24,7 +24,7 @@ def test_runs_in_view_asked_by_name_are_planned_as_documented(published: Any) ->
     assert len(speeds) == 152
     errors = [fact.error for fact in speeds]
     assert statistics.mean(errors) < 0.20 and statistics.median(errors) < 0.11
-    for kind in ("dense", "mixture"):
+    for kind in ("dense", "mixture", "adapters"):
         chosen = [fact for fact in speeds if fact.kind == kind]
         assert 0.75 <= statistics.mean(fact.is_inside for fact in chosen) <= 0.85
         assert published.held_by_others(chosen) >= 0.7

@@ -20,6 +20,8 @@ def estimate(program: str = "", layout: Layout | None = None, **fields: Any) -> 
     shape = read_model(model) if isinstance(model, str) else model
     cluster = cluster_of(fields.pop("chip", "H100-SXM"), fields.pop("chips", layout.num_ranks))
     recipe = parse(fields.pop("recipe", "bfloat16/word"))
-    tuning = Tuning(**{k: fields.pop(k) for k in ("lora", "base", "experts") if k in fields})
+    tuning = Tuning(
+        **{k: fields.pop(k) for k in ("lora", "base", "experts", "train_embeddings") if k in fields}
+    )
     length = fields.pop("length", 4096)
     return Estimate(shape, recipe, layout, cluster, length, read_program(program), tuning, **fields)

@@ -57,6 +57,53 @@ def test_what_layers_keep_by_hand() -> None:
     assert kept == sorted(kept, reverse=True) and kept[2] == 8 * 32 * 2 * 4096 * 4096
 
 
+def test_inputs_of_layers_on_the_host_leave_the_chip() -> None:
+    """Rows above 100,000 tokens are trained so (TRL, Unsloth, DeepSpeed): a layer's input waits on the host."""
+    layout = Layout(shard=8, recompute="full")
+    chip, host = (estimate(f"saves={where}", layout, length=131_072) for where in ("chip", "host"))
+    stream = 131_072 * 4096 * 2
+    moved = chip.memory["activations"] - host.memory["activations"]
+    assert moved == pytest.approx((32 - 2) * stream, rel=1e-6)
+    assert host.host_bytes == 8 * 32 * stream and chip.host_bytes == 0
+    assert host.step_seconds >= chip.step_seconds
+
+
+@pytest.mark.parametrize(("rule", "width"), [("adafactor", 0.01), ("adamw8bit", 2.03)])
+def test_a_rule_of_another_program_is_bytes_of_state(rule: str, width: float) -> None:
+    job = estimate(recipe="bfloat16/naive", optimizer=rule)
+    assert job.memory["optimizer"] == pytest.approx(width * LLAMA.num_parameters)
+    assert job.bytes_per_param == pytest.approx(4 + width)
+    names = {option.recipe.name for option in plan("llama-8b", chip="H200", optimizer=rule).options}
+    assert names == {"bfloat16/naive", "bfloat16/master"}
+
+
+def test_embedding_and_head_train_in_copies_beside_adapters() -> None:
+    """PEFT's modules_to_save: the frozen weights stay."""
+    plain = estimate(lora=16, recipe="bfloat16/word")
+    both = estimate(lora=16, train_embeddings=True, recipe="bfloat16/word")
+    outer = 2 * 128_256 * 4096
+    assert both.trained_parameters - plain.trained_parameters == outer
+    assert both.memory["weights"] - plain.memory["weights"] == 2 * outer
+
+
+def test_frozen_experts_are_whole_on_the_ranks_that_share_them() -> None:
+    """Two of eight ranks share the experts: each holds half of them, in bfloat16."""
+    layout = Layout(shard=8, expert=2)
+    job = estimate(layout=layout, model="mixtral-8x7b", lora=16)
+    experts = 32 * 3 * 8 * 4096 * 14_336
+    assert job.memory["weights"] > 2 * experts / 2
+
+
+def test_rows_of_one_table_sum_gradients_in_one_format() -> None:
+    """70B on 8 H100: 7 bytes a parameter were larger and slower than 8, since only these summed in bfloat16."""
+    recipes = ["bfloat16/word", "bfloat16/compact", "bfloat16/states8"]
+    jobs = plan("llama-70b", recipes=recipes, chip="H100-SXM", chips=8, advise=False).options
+    assert {job.layout.accumulation_dtype for job in jobs} == {"bfloat16"}
+    rows = {job.recipe.storage.short_name: job for job in jobs}
+    assert rows["states8"].has_room and rows["states8"].peak_bytes < rows["word"].peak_bytes
+    assert rows["compact"].tokens_per_second >= rows["word"].tokens_per_second
+
+
 def test_the_first_of_three_stages_has_no_logits() -> None:
     """Of two, the last is counted with the first."""
     for stages in (1, 2, 3, 4):

@@ -10,6 +10,7 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
+from narrowgauge.planner.ask import FOREIGN_RULES
 from narrowgauge.planner.model import PRESET_NAMES
 from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS
 from narrowgauge.spec import tables
@@ -85,7 +86,13 @@ def plan_group(context: click.Context) -> None:
 @click.option("--lora", type=_COUNT, metavar="R", help="Train adapters of rank R.")
 @click.option("--base", type=_WIDTHS, help="Format of frozen weights in layers.")
 @click.option("--experts", type=_WIDTHS, help="Format of frozen experts.")
-@click.option("--rule", "optimizer", type=click.Choice([*UPDATE_RULES]), help="[default: adamw]")
+@click.option("--train-embeddings", is_flag=True, default=None, help="Beside adapters, train both.")
+@click.option(
+    "--rule",
+    "optimizer",
+    type=click.Choice([*UPDATE_RULES, *FOREIGN_RULES]),
+    help="[default: adamw]",
+)
 @click.option(
     "--layout", metavar="FIELD=N,…",
     help="Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",

@@ -22,6 +22,8 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 
 FITTED: dict[str, Any] = load_data("fitted", "planner")
 """The numbers that no data sheet has, each with its meaning and its source in the file."""
+FOREIGN_RULES: dict[str, float] = load_data("rules", "planner")
+"""Bytes of state a parameter of rules that this project does not step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Ask:
         cluster: has at least as many chips as the layout has ranks.
         program: the training loop.
         tuning: what trains.
-        optimizer: a rule of ``narrowgauge show rules``, for its states.
+        optimizer: a rule of ``narrowgauge show rules`` or ``FOREIGN_RULES``, for its states.
         shares: of the chip's rates; None for the fitted ones.
     """
 
@@ -84,12 +86,15 @@ class Ask:
     @property
     def kind(self) -> str:
         """Return the class of question, which decides the error bars."""
+        if self.tuning.lora:
+            return "adapters"
         return "mixture" if self.architecture.num_experts else "dense"
 
-    @cached_property
-    def storage(self) -> Storage:
-        """Return the recipe's storage with the optimizer's states."""
-        return self.recipe.storage.keeping(UPDATE_RULES[self.optimizer].moments)
+    @property
+    def bytes_per_param(self) -> float:
+        """Return the bytes of a trained parameter with its gradient and states."""
+        storage = self.recipe.storage
+        return VISIBLE[storage.visible][0] / 4 + _state_width(storage, self.optimizer)
 
     @property
     def tokens_per_step(self) -> int:
@@ -152,9 +157,22 @@ class Ask:
         experts /= layout.pipeline * layout.ranks_of_experts
         if layout.zero < level:
             return rest + experts
-        # Expert ranks lie inside the ranks that shard the rest of the state.
+        # Expert ranks lie inside the ranks that shard the rest of the state. They hold frozen
+        # experts whole.
         sharing = max(1, layout.num_sharing * layout.tensor // layout.ranks_of_experts)
+        if kind == "frozen" and layout.expert > 1:
+            sharing = 1
         return rest / layout.num_sharing + experts / sharing
+
+
+def _state_width(storage: Storage, optimizer: str) -> float:
+    """Return the bytes of a parameter beside its weight and its gradient."""
+    if optimizer in FOREIGN_RULES:
+        stored = storage.keeping(())
+    else:
+        stored = storage.keeping(UPDATE_RULES[optimizer].moments)
+    width = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
+    return width + FOREIGN_RULES.get(optimizer, 0.0)
 
 
 @lru_cache(maxsize=256)
@@ -172,20 +190,19 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
         for weight in weights:
             frozen = tuning.frozen_bytes(weight)
             state["frozen"][place] += frozen * weight.num_parameters
-            if not frozen:
+            if tuning.trains(weight):
                 trained.append((place, weight))
-    widths: dict[str, float] = {}
-    for rule in {optimizer, "adamw"}:
-        stored = storage.keeping(UPDATE_RULES[rule].moments)
-        widths[rule] = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
+    widths = {name: _state_width(storage, name) for name in (optimizer, "adamw")}
     for place, weight in trained:
-        rule = optimizer
-        if UPDATE_RULES[rule].is_matrix and weight.part in ("norms", "embeddings", "head"):
-            rule = "adamw"
+        name = optimizer
+        rule = UPDATE_RULES.get(optimizer)
+        if rule and rule.is_matrix and weight.part in ("norms", "embeddings", "head"):
+            name = "adamw"
         state["trained"][place] += weight.num_parameters
-        state["states"][place] += widths[rule] * weight.num_parameters
-        if "rank" in UPDATE_RULES[rule].options:  # a basis and the moments of coordinates
+        state["states"][place] += widths[name] * weight.num_parameters
+        if rule and name == optimizer and "rank" in rule.options:
+            # A basis, and the moments of coordinates.
             shorter, longer = sorted((weight.in_features, weight.out_features))
-            numbers = min(UPDATE_RULES[rule].options["rank"], shorter) * weight.count
+            numbers = min(rule.options["rank"], shorter) * weight.count
             state["whole"][place] += 4 * numbers * (shorter + 2 * longer)
     return {kind: Parts(**places) for kind, places in state.items()}

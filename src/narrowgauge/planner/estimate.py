@@ -100,7 +100,7 @@ class Estimate(Ask):
         """
         operations = self.architecture.flops_per_token(self.sequence_length)
         for matmul in self.architecture.matmuls:
-            if self.tuning.frozen_bytes(matmul):
+            if not self.tuning.trains(matmul):
                 operations -= matmul.flops_per_token
         for matmul in self.tuning.adapters(self.architecture):
             operations += 3 * matmul.flops_per_token

@@ -132,7 +132,7 @@ def of_log(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Return what a run folder, or the log of another program, says of a run that was asked so."""
     with disk_errors(path):
         state = path / "trainer_state.json" if path.is_dir() else path
-        if state.name == "trainer_state.json" and state.is_file():
+        if state.suffix == ".json" and state.is_file():
             return _of_trainer(state, asked)
     run = read_run(path)
     rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second")]

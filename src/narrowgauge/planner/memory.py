@@ -80,7 +80,16 @@ def host_bytes(ask: Ask) -> float:
     """Return the memory that the ranks of a node need on their host for what the program offloads."""
     gradients = bytes_per_number(ask.recipe.storage.visible) * ask.on_rank("trained", 2)
     on_host = ask.on_rank("states", 1) + ask.on_rank("frozen", 3) + gradients
-    return on_host * ask.cluster.chips_per_node * ask.program.offload
+    on_host *= ask.program.offload
+    return (on_host + saved_on_host(ask)) * ask.cluster.chips_per_node
+
+
+def saved_on_host(ask: Ask) -> float:
+    """Return the inputs of recomputed layers that a rank keeps on its host."""
+    if ask.program.saves == "chip" or ask.layout.recompute != "full":
+        return 0.0
+    stream = ask.stream_width * ask.architecture.hidden_size / ask.layout.tensor
+    return ask.tokens * stream * ask.architecture.num_layers * _batches_in_flight(ask)
 
 
 def _sums(ask: Ask) -> float:
@@ -132,16 +141,24 @@ def _kept_bytes(ask: Ask, layer: float, stream: float) -> float:
     """
     a = ask.architecture
     layout = ask.layout
-    batches = min(layout.pipeline, layout.micro_batches) / layout.pipeline
-    if layout.interleave > 1:
-        batches *= 1 + (layout.pipeline - 1) / layout.pipeline / layout.interleave
     saved = layer
     if layout.recompute == "full":
+        if ask.program.saves == "host":  # two layers are on the chip
+            return 2 * stream
         saved = stream
     elif layout.recompute == "selective":
         numbers = a.num_heads * a.value_dim + a.mean_outputs / 2
         saved = stream + ask.matmul_width * numbers / layout.tensor
-    return saved * batches * a.num_layers
+    return saved * _batches_in_flight(ask) * a.num_layers
+
+
+def _batches_in_flight(ask: Ask) -> float:
+    """Return the micro-batches whose activations a stage keeps, of all layers."""
+    layout = ask.layout
+    batches = min(layout.pipeline, layout.micro_batches) / layout.pipeline
+    if layout.interleave > 1:
+        batches *= 1 + (layout.pipeline - 1) / layout.pipeline / layout.interleave
+    return batches
 
 
 def layer_bytes(ask: Ask) -> float:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.planner.ask import FOREIGN_RULES
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.machine import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import Program, Tuning, read_program
-from narrowgauge.planner.search import Fixed, search
+from narrowgauge.planner.search import Fixed, may_sum_in_bfloat16, search
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip
@@ -34,6 +35,8 @@ ADAPTER_TOKENS_PER_STEP = 1 << 16
 DEFAULT_RECIPES = ("bfloat16/word", "bfloat16/compact", "bfloat16/states8", "bfloat16/master", "float8-row/word",
                    "float16/split", "float16/master")  # fmt: skip
 """Recipes that are compared by default, of those that chip and program run."""
+FOREIGN_RECIPES = ("bfloat16/naive", "bfloat16/master")
+"""Recipes that are compared for a rule of another program."""
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order of the recipes then stays."""
 MOST_CHANGES = 4
@@ -109,7 +112,7 @@ def answers(
     field_names = [*(answers.__kwdefaults__ or ()), *Tuning.__slots__]
     refuse_unknown(tuned, field_names, "a plan", NarrowgaugeError)
     tuning = Tuning(**tuned)
-    require_choice("optimizer", optimizer, UPDATE_RULES)
+    require_choice("optimizer", optimizer, (*UPDATE_RULES, *FOREIGN_RULES))
     require_number("lora", tuning.lora, 0, a.hidden_size + 1)
     if tuning.experts != "bfloat16" and not a.num_experts:
         raise RecipeError(f"Cannot store experts: {a.name} has none.", "Leave experts out.")
@@ -132,19 +135,33 @@ def answers(
     left_out: dict[str, str] = {}
     refusal = NarrowgaugeError("")
     for where in machines:
+        rows: list[Estimate] = []
         usual = "hf-trainer" if tuning.lora else "compiled"
         loop = read_program(program or ("maxtext" if where.chip.vendor == "Google" else usual))
-        for recipe in _recipes(recipes, where.chip, loop, tuning):
+        for recipe in _recipes(recipes, where.chip, loop, tuning, optimizer):
             try:
                 _refuse(recipe, where.chip, optimizer)
                 ask = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
-                jobs.append(search(ask, fixed, tokens_per_step))
+                rows.append(search(ask, fixed, tokens_per_step))
             except NarrowgaugeError as error:
                 refusal = error
                 left_out[f"{recipe.name} on {where.name}"] = str(error)
+        jobs += _with_equal_sums(rows, fixed, tokens_per_step)
     if not jobs:
         raise refusal
     return sorted(jobs, key=_place), left_out
+
+
+def _with_equal_sums(rows: list[Estimate], fixed: Fixed, tokens: float) -> list[Estimate]:
+    """Sum gradients in bfloat16 in all rows if one needs it: rows of a table answer one job."""
+    if all(job.layout.accumulation_dtype == "float32" for job in rows):
+        return rows
+    alike = []
+    for job in rows:
+        if may_sum_in_bfloat16(job) and job.layout.accumulation_dtype == "float32":
+            job = search(job, {**fixed, "accumulation_dtype": "bfloat16"}, tokens)
+        alike.append(job)
+    return alike
 
 
 def listed(value: Any) -> list[Any]:
@@ -182,10 +199,14 @@ def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
     return length * unit * max(1, round(usual / length / unit))
 
 
-def _recipes(asked: Any, chip: Chip, program: Program, tuning: Tuning) -> list[Recipe]:
+def _recipes(
+    asked: Any, chip: Chip, program: Program, tuning: Tuning, optimizer: str
+) -> list[Recipe]:
     """Return the recipes of a question on a chip: those that it names, or usual ones."""
     if asked:
         return list(map(parse, listed(asked)))
+    if optimizer in FOREIGN_RULES:
+        return list(map(parse, FOREIGN_RECIPES))
     suited = []
     for recipe in map(parse, DEFAULT_RECIPES):
         is_short = recipe.dtype == "float16" and "bfloat16" in chip.peak_tflops
@@ -203,6 +224,8 @@ def _refuse(recipe: Recipe, chip: Chip, optimizer: str) -> None:
             f"Cannot run {recipe.name}: {chip.name} does not multiply {recipe.dtype}.",
             "Name another.",
         )
+    if optimizer in FOREIGN_RULES:
+        return
     rule = UPDATE_RULES[optimizer]
     row = recipe.storage.keeping(rule.moments)
     refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
@@ -225,12 +248,14 @@ def _changes(job: Estimate, asked: Fixed) -> list[dict[str, Any]]:
     loop = asked.get("program") or job.program.name
     loop = loop.name if isinstance(loop, Program) else loop
     chunked = {"program": f"{loop},loss=chunked"}
-    changes: list[dict[str, Any]] = [chunked]
+    changes: list[dict[str, Any]] = [{"program": f"{loop},loss=fused"}, chunked]
     if job.tuning.lora:
         changes += [{"base": "nf4"}, {"base": "nf4", **chunked}, {"base": "nf4", "experts": "nf4"}]
     else:
         changes += [{"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
-    changes += [{"layout": ""}, {"program": f"{loop},loss=chunked,offload=true"}]
+        changes.append({"program": f"{loop},loss=chunked,release=true"})
+    changes += [{"layout": ""}, {"program": f"{loop},loss=chunked,saves=host"}]
+    changes.append({"program": f"{loop},loss=chunked,offload=true"})
     changes += [{"sequence_length": job.sequence_length // part} for part in (2, 4, 8)]
     if not job.tuning.lora:
         changes.append({"lora": 16, "base": "nf4", "recipes": (), "program": ""})

@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "loss": tuple(LOGIT_BYTES),
     "release": (False, True),
     "offload": (False, True),
+    "saves": ("chip", "host"),
 }
 """Fields of a program that ``--program`` takes, and their values."""
 
@@ -51,6 +52,7 @@ class Program:
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters
             the frozen weights too.
+        saves: where the inputs of recomputed layers wait for their backward pass.
         layout: fields of the layouts that it runs, where the question names none.
         ours: whether it takes this project's optimizers; else ``master`` is planned by default.
         text: its name in sentences.
@@ -63,6 +65,7 @@ class Program:
     loss: str = "compiled"
     release: bool = False
     offload: bool = False
+    saves: str = "chip"
     layout: str = ""
     ours: bool = True
     text: str = field(default="", compare=False)
@@ -86,11 +89,14 @@ class Tuning:
         base: format of the frozen weights in the layers.
         experts: format of frozen experts. transformers holds them in one tensor, which bitsandbytes
             does not quantize.
+        train_embeddings: whether embedding and head train, too, in copies beside the frozen ones
+            (PEFT's ``modules_to_save``).
     """
 
     lora: int = 0
     base: str = "bfloat16"
     experts: str = "bfloat16"
+    train_embeddings: bool = False
 
     def __post_init__(self) -> None:
         require_number("lora", self.lora, is_whole=True)
@@ -102,8 +108,13 @@ class Tuning:
                 "Train adapters over them: --lora 16.",
             )
 
+    def trains(self, weight: Weight) -> bool:
+        """Tell whether a weight trains itself."""
+        is_outer = weight.part in ("embeddings", "head")
+        return not self.lora or (self.train_embeddings and is_outer)
+
     def frozen_bytes(self, weight: Weight) -> float:
-        """Return the bytes of each element of a frozen weight; 0 if it trains."""
+        """Return the bytes of each element of a weight that stays frozen; 0 without adapters."""
         if not self.lora:
             return 0.0
         if weight.is_expert:

@@ -63,10 +63,15 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
     roomy = [option for option in fitting if option.has_room]
     if fitting:
         return min(roomy or fitting, key=_pace)
-    is_short = ask.recipe.storage.visible == "bfloat16" and not ask.recipe.reduction.order_invariant
-    if is_short and "accumulation_dtype" not in fixed:
+    if may_sum_in_bfloat16(ask) and "accumulation_dtype" not in fixed:
         return search(ask, {**fixed, "accumulation_dtype": "bfloat16"}, tokens_per_step)
     return min(tried, key=lambda option: option.peak_bytes)
+
+
+def may_sum_in_bfloat16(ask: Estimate) -> bool:
+    """Tell whether gradients of micro-batches may be summed in 16 bits."""
+    is_short = ask.recipe.storage.visible == "bfloat16"
+    return is_short and not ask.recipe.reduction.order_invariant
 
 
 def _pace(option: Estimate) -> tuple[float, float]:

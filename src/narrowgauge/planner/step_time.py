@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 from narrowgauge.planner.ask import Ask, Shares, shares_of
-from narrowgauge.planner.memory import Groups
+from narrowgauge.planner.memory import Groups, saved_on_host
 from narrowgauge.planner.program import Tuning
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.formats import bytes_per_number
@@ -50,11 +50,13 @@ def step_of(ask: Ask) -> Groups:
     groups = {name: seconds * layout.micro_batches for name, seconds in groups.items()}
     groups["communication"] += sum(exchanges_of_state(ask, shares, computed).values())
     groups |= {"bubble": bubble, "optimizer": _update(ask, shares)}
-    if ask.program.offload:  # computing hides the reading of frozen weights, up to its own time
-        rate = 1e9 * ask.chip.host_gb_per_second * _HOST_SHARE
+    # Computing hides what layers read from the host, up to its own time.
+    rate = 1e9 * ask.chip.host_gb_per_second * _HOST_SHARE
+    moved = 2 * layout.micro_batches * saved_on_host(ask)
+    if ask.program.offload:
         passes = layout.micro_batches * (3 if layout.recompute == "full" else 2)
-        seconds = passes * ask.on_rank("frozen", 3) / rate
-        groups["gaps"] += max(0.0, seconds - sum(groups.values()))
+        moved += passes * ask.on_rank("frozen", 3)
+    groups["gaps"] += max(0.0, moved / rate - sum(groups.values()))
     return groups
 
 
@@ -101,7 +103,7 @@ def _work_of(
         if matmul.part != "head":
             work /= shares.float8 if is_narrow else 1.0
             repeated += work
-        once += work * (2 if tuning.frozen_bytes(matmul) else 3)
+        once += work * (3 if tuning.trains(matmul) else 2)
     return once, repeated
 
 

@@ -144,7 +144,7 @@ def _option(job: Estimate) -> Row:
         fits = "yes" if job.has_room else "barely"
     return {
         "recipe": job.recipe.name,
-        "B/param": f"{job.storage.bytes_per_param:g}",
+        "B/param": f"{job.bytes_per_param:.3g}",
         "a chip": bytes_text(job.peak_bytes),
         "80 %": _ends(job.memory_interval, 1e9, ".3g"),
         "tensors": bytes_text(job.allocated_bytes),
