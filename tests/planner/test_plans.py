@@ -104,13 +104,6 @@ def test_rows_of_one_table_sum_gradients_in_one_format() -> None:
     assert rows["compact"].tokens_per_second >= rows["word"].tokens_per_second
 
 
-def test_the_first_of_three_stages_has_no_logits() -> None:
-    """Of two, the last is counted with the first."""
-    for stages in (1, 2, 3, 4):
-        logits = estimate(layout=Layout(pipeline=stages, micro_batches=8)).memory["logits"]
-        assert (logits > 0) == (stages <= 2)
-
-
 def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
     """LoRA of 70B on one H100: 144 GB stayed on the chip once, and the host had 3."""
     job = estimate("deepspeed,offload=true", Layout(recompute="full"), model="llama-70b", lora=16)
@@ -143,17 +136,6 @@ def test_a_percent_more_length_moves_no_end_by_three(chip: str, length: int) -> 
             ends.append([*job.rate_interval, *job.memory_interval])
         for one, other in zip(*ends, strict=True):
             assert one == pytest.approx(other, rel=0.03)
-
-
-def test_405_billion_are_planned_as_they_ran() -> None:
-    """Llama 3 on 16,384 H100 reached 38 to 43 % and took 78 days (arXiv 2407.21783, table 4)."""
-    best = plan(
-        "llama-405b", recipes="bfloat16/master", chip="H100-SXM", chips=16_384, sequence_length=8192,
-        tokens_per_step=1 << 24, program="megatron-core",
-    ).best  # fmt: skip
-    assert best.fits and 0.33 <= best.mfu <= 0.5
-    low, high = best.days_interval(15.6e12)
-    assert low < 78 < high
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────
@@ -291,12 +273,6 @@ def test_without_a_change_the_answer_is_what_was_measured() -> None:
         told = run.next(**changes)
         assert (told.tokens_per_second, told.peak_gb) == pytest.approx((60_000, 82.7))
         assert "60,000 tokens/s" in str(told) and "this is the run you gave" in str(told)
-
-
-def test_a_chip_of_its_own_gathers_nothing() -> None:
-    zeros = ({"zero": zero} for zero in (0, 3))
-    plain, sharded = (ng.plan("llama-8b", chip="H200", chips=1, layout=zero).best for zero in zeros)
-    assert sharded.memory == plain.memory
 
 
 def test_what_differs_most_decides_the_interval() -> None:
@@ -463,14 +439,13 @@ def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) ->
 
 
 def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path: Path) -> None:
-    rows = [{"step": 10, "loss": 1.0}, {"step": 20, "train_runtime": 100.0, "train_samples_per_second": 6.4,
-            "train_steps_per_second": 0.2}]  # fmt: skip
-    state: dict[str, Any] = {"train_batch_size": 4, "log_history": rows}
-    config = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-              "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = """{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+                 "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}"""
+    state = """{"train_batch_size": 4, "log_history": [{"step": 10, "loss": 1.0}, {"step": 20, "train_runtime": 100.0,
+                "train_samples_per_second": 6.4, "train_steps_per_second": 0.2}]}"""
+    (tmp_path / "config.json").write_text(config)
     (tmp_path / "adapter_config.json").write_text('{"r": 8}')
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "trainer_state.json").write_text(state)
     words = f"log={tmp_path} chip=A100-SXM4-80GB"
     with pytest.raises(DataError, match="sequence_length"):
         read_measured(words)
@@ -478,6 +453,6 @@ def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path: Path) 
     assert run.tokens_per_second == 6.4 * 1024 and run.job.tuning.lora == 8
     assert run.job.layout.micro_batch == 4 and run.job.layout.num_sequences == 32
     (tmp_path / "trainer_state.json").write_text(
-        json.dumps({**state, "num_input_tokens_seen": 400_000})
+        state.replace("{", '{"num_input_tokens_seen": 400000, ', 1)
     )
     assert read_measured(words).tokens_per_second == 4_000

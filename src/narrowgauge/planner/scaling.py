@@ -28,10 +28,10 @@ def read_points(text: str) -> dict[int, float]:
     """
     points: dict[int, float] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+):(\d+\.?\d*)(s|min|m|h|d)", part.strip())
+        match = re.fullmatch(r"([1-9]\d*):(\d+\.?\d*)(s|min|m|h|d)", part.strip())
         if match:
             points[int(match[1])] = float(match[2]) * _UNITS[match[3]]
-    if len(points) < max(2, text.count(",") + 1) or 0 in (*points, *points.values()):
+    if len(points) < max(2, text.count(",") + 1) or 0 in points.values():
         raise DataError(
             f"Cannot fit a scaling law to {text!r}: it needs CHIPS:TIME, both above zero, of two "
             "or more numbers of chips.",
@@ -51,16 +51,16 @@ def scaling_row(points: dict[int, float], at: Sequence[int] = ()) -> Row:
     for chips in sorted({max(1, first // 2), *at, 2 * last}):
         seconds = divided / chips + constant
         predictions.append({"chips": chips, "seconds": seconds, "time": duration_text(seconds)})
-    lines = [
-        f"{last:,} chips instead of {first:,}: {last * points[last] / first / points[first]:.3g} × as many "
-        "chip-days.",
-        f"T(N) = {duration_text(divided)} / N + {duration_text(constant)}: the second term "
-        "is not divided among chips.",
-        f"The law misses the measured times by at most {error:.1%}.",
-    ]
-    if len(points) == 2:
-        lines[2] = "As many sizes as unknowns: nothing checks this law. Measure a third size."
+    more = last * points[last] / first / points[first]
+    lines = [f"{last:,} chips instead of {first:,}: {more:.3g} × as many chip-days."]
     if error > NOISE or divided < 0:
-        lines[1:] = ["No time that is divided plus one that stays fits these: measure again."]
-    law = {"divided": divided, "constant": constant, "error": error}
-    return {"law": law, "predictions": predictions, "sentences": lines}
+        lines.append("No time that is divided plus one that stays fits these: measure again.")
+    else:
+        law = f"T(N) = {duration_text(divided)} / N + {duration_text(constant)}"
+        lines.append(f"{law}: the second term is not divided among chips.")
+        check = f"The law misses the measured times by at most {error:.1%}."
+        if len(points) == 2:
+            check = "As many sizes as unknowns: nothing checks this law. Measure a third size."
+        lines.append(check)
+    terms = {"divided": divided, "constant": constant, "error": error}
+    return {"law": terms, "predictions": predictions, "sentences": lines}
