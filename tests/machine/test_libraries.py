@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from narrowgauge.torch_support import cpp
 from narrowgauge.torch_support.cpp import CompilerError
@@ -40,3 +41,17 @@ def test_a_library_is_built_once_and_again_if_it_is_damaged(
     with pytest.raises(CompilerError, match="error"):
         cpp.build("int answer() {")
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".so"] == []
+
+
+def test_flags_that_a_compiler_refuses_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As g++ for ARM does those of x86, where PyTorch calls the instructions the default ones."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-march=*|*-mno-*) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    command = cpp._command(str(compiler))
+    assert "-fopenmp" in command and not any(
+        flag.startswith(("-march", "-mno")) for flag in command
+    )

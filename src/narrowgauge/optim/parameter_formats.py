@@ -105,7 +105,8 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
 ROUNDED = (
     "Rounded {:,} float32 weights in place to the format of {}. To keep some in float32, put them "
     "into a param group with storage='float32'. Train under autocast. For averages take "
-    "ng.AveragedModel; round reference models too, by ng.cast_parameters."
+    "ng.AveragedModel; round reference models too, by ng.cast_parameters. Another optimizer on these "
+    "weights begins without the bits that were cut: to repeat a run, build the model anew."
 )
 KEPT = (
     "Kept float32 weights as they are, because there is a process group, and ranks that share weights "

@@ -175,11 +175,13 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
         change = (g + w * s[0]) * s[1]
     elif RULE == "Muon":  # its change is a stream
         m = toward(m, g, s[2])
+    else:
+        tl.static_assert(RULE == "Given", "no rule of this name is written in Triton")
     return change, m, v
 
 
-# ── programs: a `tile` is a row of the table, the first element of each block, how many there are,
-# ── the blocks' numbers, and whether elements are whole vectors of 16 bytes ───────────────────────
+# ── programs: a `tile` is a row of the table, the first element of each block, how many elements it
+# ── has, the blocks' numbers, how many elements lie in whole vectors, and whether others do not ────
 
 
 @triton.jit
@@ -193,8 +195,8 @@ def sum_of(a, b):
 
 
 @triton.jit
-def find(table, tiles, ADDRESSES: tl.constexpr, IS_SCALED: tl.constexpr = False):
-    """Return a program's tile but for the last, and where the sizes of its tensor are."""
+def find(table, tiles, control, ADDRESSES: tl.constexpr, IS_SCALED: tl.constexpr = False):
+    """Return a program's tile, and where the sizes of its tensor are. A skipped step has no elements."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + program).to(tl.int64) * (ADDRESSES + SIZES)
     sizes = row + ADDRESSES
@@ -207,32 +209,44 @@ def find(table, tiles, ADDRESSES: tl.constexpr, IS_SCALED: tl.constexpr = False)
         column = (block % blocks_of_row).to(tl.int64) * BLOCK
         begin = (block // blocks_of_row).to(tl.int64) * columns + column
     size = tl.minimum(columns - column, BLOCK).to(tl.int32)
-    return row, begin, tl.where(block < tl.load(sizes + 1), size, 0), block, sizes
+    size = tl.where(block < tl.load(sizes + 1), size, 0)
+    if control is not None:
+        size = tl.where(tl.load(control + 1) == 0, size, 0)
+    num_whole = size // 16 * tl.load(sizes + 4).to(tl.int32) * 16
+    is_odd = tl.reduce(size - num_whole, 0, larger_of) > 0
+    return (row, begin, size, block, num_whole, is_odd), sizes
 
 
 @triton.jit
 def places(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr):
-    """Return where the elements of a tile lie, ``[blocks, elements]``, and which are inside."""
+    """Return where the elements of a tile lie, ``[blocks, elements]``, which stand in whole vectors,
+    and which others are inside.
+    """
     TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
     address = (tl.load(tile[0] + COLUMN).to(tl.pointer_type(TYPE)) + tile[1])[:, None]
-    size = tile[2][:, None]
-    if tile[4]:
-        address = tl.multiple_of(address, (16, 16))
-        size = size // 16 * 16
+    address = tl.multiple_of(address, (16, 16))  # if it is not, no element stands in a whole vector
     at = tl.arange(0, BLOCK)[None, :]
-    return address + at, at < size
+    is_whole = at < tile[4][:, None]
+    return address + at, is_whole, (at < tile[2][:, None]) & (is_whole == 0)
 
 
 @triton.jit
 def load(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr):
-    place, is_inside = places(tile, COLUMN, BYTES)
-    return tl.load(place, mask=is_inside, other=0).to(tl.int32)
+    """Load whole vectors of 16 bytes, and other elements one by one: the ends of a tensor."""
+    place, is_whole, is_other = places(tile, COLUMN, BYTES)
+    x = tl.load(place, mask=is_whole, other=0)
+    if tile[5]:
+        x = tl.where(is_other, tl.load(place, mask=is_other, other=0), x)
+    return x.to(tl.int32)
 
 
 @triton.jit
 def store(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr, x):
-    place, is_inside = places(tile, COLUMN, BYTES)
-    tl.store(place, x.to(place.dtype.element_ty), mask=is_inside)
+    place, is_whole, is_other = places(tile, COLUMN, BYTES)
+    x = x.to(place.dtype.element_ty)
+    tl.store(place, x, mask=is_whole)
+    if tile[5]:
+        tl.store(place, x, mask=is_other)
 
 
 @triton.jit
@@ -292,7 +306,8 @@ def set_bounds(tile, sizes, slope, weight, s, row: tl.constexpr):
     _, added_m, added_v = update(weight, slope, m * 0, v * 0, s, row.rule)
     new_m = bound_of(plus_m, minus_m, m, added_m == 0)
     new_v = bound_of(plus_v, minus_v, v, added_v == 0)
-    tl.store(second, new_v, mask=is_inside)
+    if row.num_scaled > 1:  # else the second is the first, which other warps still read
+        tl.store(second, new_v, mask=is_inside)
     tl.store(first, new_m, mask=is_inside)
     return end_of(new_m, -1), end_of(m, 1), end_of(new_v, -1), end_of(v, 1)
 
@@ -339,27 +354,11 @@ def walk(tile, sizes, numbers, control, row: tl.constexpr):
 @triton.jit
 def step(table, tiles, numbers, control, row: tl.constexpr):
     """Step the elements of a program, unless the step is skipped."""
-    start, begin, size, block, sizes = find(table, tiles, row.addresses, row.num_scaled > 0)
-    numbers += tl.load(sizes + 5) * (row.scalars + 1)
-    size = tl.where(tl.load(control + 1) == 0, size, 0)
-    if tl.load(sizes + 4) != 0:
-        walk((start, begin, size, block, True), sizes, numbers, control, row)
-    else:
-        walk((start, begin, size, block, False), sizes, numbers, control, row)
+    tile, sizes = find(table, tiles, control, row.addresses, row.num_scaled > 0)
+    walk(tile, sizes, numbers + tl.load(sizes + 5) * (row.scalars + 1), control, row)
 
 
 # ── the norm of gradients: the exact sum of squares, as integers at fixed places ──────────────────
-
-
-@triton.jit
-def gradient_of(table, tiles):
-    """Return a program's gradient, and where the sizes of its tensor are."""
-    start, begin, size, block, sizes = find(table, tiles, 2)
-    if tl.load(sizes + 4) != 0:
-        x = load_gradient((start, begin, size, block, True), tl.load(sizes + 3))
-    else:
-        x = load_gradient((start, begin, size, block, False), tl.load(sizes + 3))
-    return x, sizes
 
 
 @triton.jit
@@ -373,7 +372,8 @@ def add_counts(word, counts):
 @triton.jit
 def squares(table, tiles, words, SLOTS: tl.constexpr, WORDS: tl.constexpr):
     """Add squares on two grids. What is too far below the largest waits for a round of its own."""
-    x, sizes = gradient_of(table, tiles)
+    tile, sizes = find(table, tiles, None, 2)
+    x = load_gradient(tile, tl.load(sizes + 3))
     slot = words + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * WORDS
     bits = int_of(x) & MAGNITUDE
     largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)

@@ -38,8 +38,8 @@ SIZES = ("extent", "count", "first", "format", "aligned", "number", "columns")
 """The table after the addresses.
 
 The tensor has ``count`` blocks in rows of ``columns``, each program ``extent`` of them. Its
-programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). An ``aligned`` tensor
-has rows of whole vectors, at addresses of whole vectors. ``number`` is the row of its scalars.
+programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). The rows of an
+``aligned`` tensor begin at addresses of whole vectors. ``number`` is the row of its scalars.
 """
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Numbers of gradients' formats."""
@@ -105,8 +105,9 @@ class Programs:
         if self.is_cpp:
             return self.numbers.ctypes.data
         addresses = self.rows["addresses"]
-        is_whole = addresses[:, : addresses.shape[1] - num_bounds] % 16 == 0
-        self.rows["aligned"] = is_whole.all(1) & (self.rows["columns"] % 16 == 0)
+        is_whole = (addresses[:, : addresses.shape[1] - num_bounds] % 16 == 0).all(1)
+        is_one_row = self.rows["count"] * BLOCK < self.rows["columns"] + BLOCK
+        self.rows["aligned"] = is_whole & (is_one_row | (self.rows["columns"] % 16 == 0))
         self._table = to_device(torch.from_numpy(self.rows.view(np.int64)), self.device)
         return to_device(torch.from_numpy(self.numbers), self.device)
 

@@ -59,9 +59,10 @@ limit.
 @lru_cache
 def _command(compiler: str) -> tuple[str, ...]:
     """Return the command that builds a library, without the flags that this compiler refuses."""
-    command = [*shlex.split(compiler), *_FLAGS, "-march=native"]
-    command += _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), [])
-    for optional in (["-fopenmp"], _TUNING):
+    command = [*shlex.split(compiler), *_FLAGS]
+    limits = _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), [])
+    # A compiler for ARM has no AVX to leave out, and an old clang there does not know the native one.
+    for optional in (["-march=native"], limits, ["-fopenmp"], _TUNING):
         tried = [*command, *optional, "-fsyntax-only", "-x", "c++", os.devnull]
         if subprocess.run(tried, capture_output=True, check=False).returncode == 0:
             command += optional

@@ -1,22 +1,12 @@
-// The optimizer's step on a CPU, in five files that step_cpp.py joins in this order:
-//     vectors.h  vectors of the processor, and how elements are loaded and stored
-//     codes.h    rounding; codes of weights and states
-//     rules.h    update rules
-//     walk.h     one step of a lane, and the walk over all tensors
-//     norm.h     the exact norm of gradients
+// The optimizer's step on a CPU, in five files that step_cpp.py joins: vectors.h, codes.h (rounding, formats, codes of
+// weights and states), rules.h, walk.h (a step of one lane, and the walk over all tensors), norm.h (of gradients).
 // The definition (kernel.py, codes.py, rules/) says what each function computes, and is compared at first use.
 // step_cpp.py appends what one library holds: a struct Row of a storage's types, and EXPORT_STEP(Row, AdamW).
-//
-//     word     the bits of a stored element. In a vector, a word of 1 or 2 bytes stands at the top of its lane
-//     lane     32 bits of a vector, for one element; a bfloat16 at the top of its lane is its float32
-//     group    two vectors of elements
-//     plane    a tensor of words beside the weight, with one or several fields
-//     field    the bits of a plane that hold a tail or one state
-//     code     how a field stores a float32: encode, decode
-//     tail     the bits of a weight below the visible ones
-//     seen     the visible bits of a weight
-//     bound    the largest magnitude that a block of 256 elements of a state may have
-//     program  a part of a tensor that one thread steps at once
+//     word: the bits of a stored element           lane: 32 bits of a vector; a word of 1 or 2 bytes stands at its top
+//     group: two vectors of elements               plane: a tensor of words beside the weight, of one or more fields
+//     field: the bits of a plane for one state     code: how a field stores a float32
+//     seen: the visible bits of a weight           tail: its bits below these
+//     program: a part of a tensor for a thread     bound: the largest magnitude of a state in a block of 256 elements
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX512F__)
