@@ -138,7 +138,8 @@ class TwoRuns(Readings):
         u = None if None in self._units else max(filter(None, self._units))
         differing = [*_differences(step, here, there, u)]
         beyond = [reading for reading in differing if not _is_within(reading)]
-        self.readings = beyond or differing
+        is_measured = any(reading.bound is not None for reading in beyond)
+        self.readings = beyond if is_measured else differing
         if not differing:
             return []
         is_alike = self._units[0] == self._units[1]
@@ -231,7 +232,7 @@ def _differences(
     step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
 ) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
-    kinds = [{entry.name for entry in entries.values()} for entries in (here, there)]
+    kinds = [{key.partition(":")[0] for key in x if ":" in key} for x in (here, there)]
     shared = kinds[0] & kinds[1]
     entries = {**here, **there}
     for key in sorted(entries, key=lambda key: entries[key].place):
