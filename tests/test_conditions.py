@@ -1,0 +1,25 @@
+"""What a run writes beside its figure is what the pages compare with today."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrowgauge.errors import NarrowgaugeError
+from script_modules import benchmark_module, script_module
+
+evidence = script_module("docs/evidence.py")
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
+def test_a_run_writes_the_digests_that_the_pages_compare() -> None:
+    conditions = benchmark_module("_conditions")
+    for row in ("word random", "float8-row/word", "published/coat", "autocast"):
+        for name in conditions.named(row):
+            assert conditions.digest(name) == evidence.digest(name) != "gone"
+
+
+def test_another_text_is_refused() -> None:
+    starts = benchmark_module("_starts")
+    starts.expect_pinned("llama-8m", starts.PINNED["llama-8m"])
+    with pytest.raises(NarrowgaugeError, match="its text is another, not "):
+        starts.expect_pinned("llama-8m", "another")
