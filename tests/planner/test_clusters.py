@@ -35,6 +35,9 @@ def test_chips_fill_whole_nodes() -> None:
         cluster_of("H100-SXM", 0)
     mine = replace(get_chip("H100-SXM"), name="mine", memory_gb=94.5)
     assert plan("llama-8b", chip=mine, chips=8, recipes="bfloat16/word").best.fits
+    for field in ({"memory_gb": "94"}, {"peak_tflops": {}}):
+        with pytest.raises(NarrowgaugeError):
+            replace(mine, **field)
 
 
 def test_rotary_positions_go_on() -> None:

@@ -95,7 +95,7 @@ def plan_group(context: click.Context) -> None:
 )
 @click.option(
     "--layout", metavar="FIELD=N,…",
-    help="Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
+    help="Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs).  [default: all]",
 )  # fmt: skip
 @flags.json_object
 def run_command(as_json: bool, **asked: Any) -> None:
@@ -126,7 +126,7 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
 
     \b
     narrowgauge plan next run.toml chips=128 sequence_length=16384
-    narrowgauge plan next "config=llama3_8b.toml log=train.log" chips=128
+    narrowgauge plan next "config=llama3_8b.toml log=train.log chips=8" chips=128
     narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
     from narrowgauge.planner.measured_logs import read_measured, read_question

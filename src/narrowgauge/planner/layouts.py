@@ -170,9 +170,8 @@ def suits(a: Architecture, layout: Layout, sequence_length: int) -> bool:
 _WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {**_WHOLE, "zero": 3},
-    "ddp": {"shard": 1, **_WHOLE},
 }
-"""Layouts of ``narrowgauge train``, and pure data parallelism."""
+"""Layouts of ``narrowgauge train``."""
 
 
 def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ folder of the Hugging Face Trainer, or the arguments of :class:`~narrowgauge.pla
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,7 +51,6 @@ _TITAN = {
 }
 """Places of a value in torchtitan's configuration (config/job_config.py), the newest last."""
 _DEVICE = re.compile(r"(?:GPU|CUDA) capacity: (.+?) (?:\(\d+\) )?with [\d.]+GiB")
-_MESH = re.compile(r"device mesh with \[.*?\], \[([\d, ]+)\]")
 
 
 def read_question(words: Iterable[str]) -> dict[str, Any]:
@@ -138,8 +136,6 @@ def of_log(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8", errors="replace")
         for device in _DEVICE.findall(text)[:1]:
             said |= _of_device(device)
-        for sizes in _MESH.findall(text)[:1]:
-            said["chips"] = math.prod(map(int, sizes.split(",")))
         return said
     if rates:
         said["tokens_per_second"] = median_high(rates)

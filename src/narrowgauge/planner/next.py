@@ -41,7 +41,7 @@ def _loop_of(job: Estimate) -> tuple[Any, ...]:
     """Return what no pair of published runs differs in."""
     tuning = job.tuning.lora > 0, job.tuning.base, job.tuning.experts
     is_mixture = job.architecture.num_experts > 0
-    return is_mixture, job.chip, job.program, job.optimizer, tuning
+    return is_mixture, job.chip.name, job.program, job.optimizer, tuning
 
 
 def difference_of(run: Estimate, job: Estimate) -> str:
@@ -208,10 +208,9 @@ class MeasuredRun:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
         ``changes`` do not name is this run's.
         """
-        is_same = True
-        for name, value in changes.items():
-            is_same = is_same and self.asked.get(name) == value
-        job = self.job if is_same else self._planned(changes)
+        job = self.job
+        if {**self.asked, **changes} != self.asked:
+            job = self._planned(changes)
         difference = difference_of(self.job, job)
         rate = job.tokens_per_second * math.pow(self.ratio, _TRUSTS.get(difference, TRUST))
         peak = self.peak_of(job)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import ChipError, suggestion
 from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.values import require_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,7 +23,7 @@ class Chip:
     Attributes:
         name, vendor, architecture: as in the vendor's data sheet.
         source: origin of the values.
-        memory_gb: memory as sold. The vendors' gigabytes are 2^30 bytes.
+        memory_gb: memory as sold, in GiB: the vendors' gigabytes are 2^30 bytes.
         reachable_mib: memory that the driver reports, if it is more than 3 % below ``memory_gb``.
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
         peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand
@@ -55,6 +56,14 @@ class Chip:
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
     device: str = ""
+
+    def __post_init__(self) -> None:
+        require_number("memory_gb", self.memory_gb, is_open=True)
+        if not {"bfloat16", "float16", "float32"} & {*self.peak_tflops}:
+            raise ChipError(
+                f"Cannot use a chip {self.name!r} without a rate in peak_tflops.",
+                "Name one: {'bfloat16': 989}.",
+            )
 
     @property
     def target(self) -> str:
