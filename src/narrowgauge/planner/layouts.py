@@ -167,9 +167,8 @@ def suits(a: Architecture, layout: Layout, sequence_length: int) -> bool:
     )
 
 
-_WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {**_WHOLE, "zero": 3},
+    "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},
 }
 """Layouts of ``narrowgauge train``."""
 
