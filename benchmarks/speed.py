@@ -4,8 +4,9 @@ Claim: a step in 6 to 14 bytes a parameter takes no longer than torch's fused fl
 run as the pages recommend: gradients are clipped to a norm of 1, one of ten steps is audited,
 kernels are compiled.
 
-- ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights. A
-  round is ten steps. Peers that are not installed are left out with a line.
+- ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights, and
+  over the same on bfloat16 weights. A round is ten steps. The ratio depends on the memory: its
+  speed is that of the fused step. Peers that are not installed are left out with a line.
 - ``layers``: forward and backward of a small layer, and of a large one, over ``nn.Linear`` in
   bfloat16.
 - ``first``: the first step of a process, from an empty and from a warm cache, without the import.
@@ -20,6 +21,7 @@ for AVX2.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import tempfile
@@ -44,6 +46,9 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weigh
 STEPS = 10
 """Steps of a round: by default one of ten is audited."""
 FUSED = "torch fused"
+FUSED_BFLOAT16 = "torch fused bfloat16"
+FUSED_BYTES = 40
+"""Bytes of a parameter that the clipped fused step moves: 12 of the clipping."""
 LINEAR = "nn.Linear"
 VOCABULARY = 4096
 SIZES = {
@@ -51,6 +56,8 @@ SIZES = {
     "64 tensors of 1,048,576": [(1024, 1024)] * 64,
     "one tensor of 8,388,608": [(4096, 2048)],
     "300 tensors of 8,192": [(128, 64)] * 300,
+    "300 tensors of 64": [(8, 8)] * 300,
+    "6 tensors of 64": [(8, 8)] * 6,
 }
 
 
@@ -73,7 +80,8 @@ def clipped_steps(name: str, optimizer: torch.optim.Optimizer) -> Contender:
 def steps(shapes: Sequence[tuple[int, ...]]) -> list[Contender]:
     """Return the step of each storage, and of each peer that works here."""
     fused = torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS)
-    contenders = [clipped_steps(FUSED, fused)]
+    narrow = torch.optim.AdamW(parameters(shapes, torch.bfloat16), fused=True, **OPTIONS)
+    contenders = [clipped_steps(FUSED, fused), clipped_steps(FUSED_BFLOAT16, narrow)]
     kinds: dict[str, dict[str, Any]] = {name: {"storage": name} for name in STORAGES}
     kinds["word, no audit"] = {"audit_every": 0}
     for name, kind in kinds.items():
@@ -90,6 +98,18 @@ def steps(shapes: Sequence[tuple[int, ...]]) -> list[Contender]:
         else:
             contenders.append(clipped_steps(peer.name, optimizer))
     return contenders
+
+
+def show_steps(title: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> None:
+    """Measure and print the step of tensors of shapes."""
+    rows = measure(steps(shapes), rounds=rounds)
+    fused, narrow, *_ = rows
+    for row in rows:
+        row["over bfloat16"] = row["median ms"] / narrow["median ms"]
+        row["µs a tensor"] = 1e3 * row["median ms"] / len(shapes)
+    num_bytes = FUSED_BYTES * sum(math.prod(shape) for shape in shapes)
+    speed = num_bytes * torch.get_num_threads() / (1e6 * fused["median ms"])
+    show(f"one step of {title}; the fused step moves {speed:.3g} GB/s", rows)
 
 
 def layers(compiled: bool, tokens: int = 32, width: int = 64) -> list[Contender]:
@@ -239,8 +259,7 @@ def report_part(part: str, options: argparse.Namespace) -> None:
         for title, shapes in (
             {"20 tensors of 8,192": [(128, 64)] * 20} if quick else SIZES
         ).items():
-            rows = measure(steps(shapes), rounds=rounds)
-            show(f"one step of {title}", rows)
+            show_steps(title, shapes, rounds)
     elif part == "layers":
         for how in ("eager", "compiled"):
             rows = measure(layers(how == "compiled"), rounds=20 * rounds)
