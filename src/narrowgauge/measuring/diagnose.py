@@ -6,7 +6,9 @@ lists what the record shows, and what it does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +141,10 @@ def is_finished(run: Run) -> bool:
 # ── the readings ──────────────────────────────────────────────────────────────────────────────────
 
 
-def steps_of(run: Run) -> list[Step]:
-    """Return the steps that a record holds, samples of the gauges after the step that they are of."""
-    steps = [*map(Step.of, [*run.steps, *run.evals]), *map(Step.of_gauges, run.gauges)]
-    return sorted(steps, key=lambda step: step.step)
+def steps_of(run: Run) -> Iterator[Step]:
+    """Yield the steps that a record holds, samples of the gauges after the step that they are of."""
+    files = (map(Step.of, run.steps), map(Step.of, run.evals), map(Step.of_gauges, run.gauges))
+    return heapq.merge(*files, key=attrgetter("step"))
 
 
 def areas_of(run: Run) -> list[str]:
@@ -158,9 +160,7 @@ def areas_of(run: Run) -> list[str]:
         columns &= NAMES.keys()
         absent = set()
     areas = [column.area for name, column in COLUMNS.items() if name in columns and column.area]
-    shown = {
-        COLUMNS[name].area for row in (*run.steps, *run.evals) for name in row if name in COLUMNS
-    }
+    shown = {COLUMNS[name].area for name in run.columns & COLUMNS.keys()}
     return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
 
 
@@ -192,9 +192,9 @@ def _shown(area: str, seen: Area, run: Run) -> str:
 
 def unread_of(run: Run) -> list[str]:
     """Return the columns of a record that no law reads, but those that explain nothing."""
-    names = {name for row in (*run.steps, *run.evals) for name, x in row.items() if x is not None}
+    names = run.columns
     for rule in RULES:
-        names -= rule.needs | rule.also
+        names = names - rule.needs - rule.also
     return sorted(name for name in names & COLUMNS.keys() if COLUMNS[name].unit in UNREAD)
 
 

@@ -5,7 +5,8 @@ of all steps.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from array import array
+from itertools import chain
 from statistics import fmean, median
 
 import torch
@@ -84,13 +85,17 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     return size / max(1, count)
 
 
+_SUMMARIZED = ("val_loss", "peak_memory_bytes", "tokens_per_second", "edq", "edq_error", "skipped")
+
+
 def summary_of(run: Run) -> Row:
     """Return what the rows of a run say of all of it, so that a resume does not change it."""
-    columns: dict[str, list[float]] = defaultdict(list)
-    for row in (*run.steps, *run.evals):
-        for name, value in row.items():
+    columns: dict[str, array[float]] = {name: array("d") for name in _SUMMARIZED}
+    for row in chain(run.steps, run.evals):
+        for name, values in columns.items():
+            value = row.get(name)
             if value is not None:
-                columns[name].append(value)
+                values.append(value)
     reduced = {
         "val_loss": columns["val_loss"][-1:],
         "step_memory_bytes": sorted(columns["peak_memory_bytes"])[-1:],

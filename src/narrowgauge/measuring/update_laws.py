@@ -49,6 +49,7 @@ def audits(tell: Tell) -> Law:
     shares: list[float] = []
     errors: list[float] = []
     since = 0
+    lost = math.nan
     while True:
         step = yield
         if step.edq is not None:
@@ -58,9 +59,10 @@ def audits(tell: Tell) -> Law:
                 since = 0
             elif not since:
                 since = step.step
-        # Also after an evaluation, which ends a run: the newest reading counts.
-        if len(shares) >= 3 and loses_updates(late(shares), late(errors)):
-            tell("stored-share", ALL, late(shares), 1.0, step=since)
+            is_lost = len(shares) >= 3 and loses_updates(late(shares), late(errors))
+            lost = late(shares) if is_lost else math.nan
+        if not math.isnan(lost):  # also after an evaluation: the newest reading of a run counts
+            tell("stored-share", ALL, lost, 1.0, step=since)
 
 
 @reads("stored", least=5)

@@ -95,10 +95,7 @@ def figure(
         inside += _curve(line, across, down)
     parts = [TEXT(0, 12, "start", unit), PLOT(across.length, down.length, inside)]
     parts += [*_scales(across, down), *_labels(main, LEFT + across.length, down)]
-    words = ""
-    for line in main:
-        words += f"{line.label} ends at {line.values[-1]:.5g}. "
-    return FIGURE(title, caption, escape(words), TOP + down.length + 26, "".join(parts))
+    return FIGURE(title, caption, unit, TOP + down.length + 26, "".join(parts))
 
 
 def _axes(lines: Sequence[Line], main: Sequence[Line], shown: Sequence[float]) -> tuple[Axis, Axis]:
@@ -173,8 +170,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
     factor = next(factor for factor in (1, 2, 5, 10) if factor * 10.0**power >= raw)
     step = factor * 10.0**power
     values = step * np.arange(math.ceil(low / step), math.floor(high / step) + 1)
-    form = ".1e" if high >= 1e7 else f",.{max(0, -power - factor // 10)}f"
-    return [(value, format(value, form)) for value in values.tolist()]
+    digits = max(0, -power - factor // 10)
+    return [(value, f"{value:,.{digits}f}") for value in values.tolist()]
 
 
 def axis_range(values: np.ndarray, shown: Sequence[float] = ()) -> tuple[float, float]:

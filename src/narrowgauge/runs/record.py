@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ class Run:
     def fingerprints(self) -> Sequence[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
         return self._read("fingerprints")
+
+    @cached_property
+    def columns(self) -> frozenset[str]:
+        """Return the columns that a step or an evaluation has a value of."""
+        names: set[str] = set()
+        for row in chain(self.steps, self.evals):
+            if not names.issuperset(row):
+                names.update(name for name, value in row.items() if value is not None)
+        return frozenset(names)
 
     def _read(self, kind: str) -> Sequence[Row]:
         return [] if self.is_foreign else _rows(self.path / f"{kind}.jsonl", self.notes)
@@ -134,10 +144,11 @@ def read_settings(path: Path) -> Row:
         run: Row = load_toml(data.decode())
     except ValueError as error:
         raise damaged(file, error) from error
-    for name in ("config", "data", "versions", "machine", "model", "watch"):
-        if not isinstance(run.get(name, {}), dict):
+    version = run.pop("schema_version", None)
+    for name, table in run.items():
+        if not isinstance(table, dict):
             raise damaged(file, f"'{name}' is not a table")
-    version = run.get("schema_version")
+    run["schema_version"] = version
     if version != VERSION:
         raise RecordError(
             f"The run {path} has record schema {version}; this version reads {VERSION}.",
@@ -201,12 +212,13 @@ class LargeFile(Sequence[Row]):
     def __init__(self, file: Path, notes: list[str]) -> None:
         self.file = file
         self.notes = notes
+        self.size = sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Row]:
         return rows_in(self.file, self.notes)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self.size
 
     def __getitem__(self, place: Any) -> Any:
         """Return rows as a list does. The last one alone takes no memory."""

@@ -193,16 +193,13 @@ LONGEST = 200
 def require_columns(row: Row) -> None:
     """Refuse columns of a user's step that are not numbers or short texts, and fewer than no tokens."""
     for name, value in row.items():
-        problem = ""
+        is_valid = value is None or isinstance(value, (int, float))
         if isinstance(value, str):
-            if len(value.encode()) > LONGEST:
-                problem = f"a text of more than {LONGEST} bytes"
-        elif value is not None and not isinstance(value, (int, float)):
-            problem = f"a {type(value).__name__}"
-        elif name == "tokens" and value is not None and not (isinstance(value, int) and value >= 0):
-            problem = f"{value}"
-        if problem:
+            is_valid = len(value.encode()) <= LONGEST
+        elif name == "tokens" and value is not None:
+            is_valid = isinstance(value, int) and value >= 0
+        if not is_valid:
             raise RecordError(
-                f"Cannot record '{name}' because it is {problem}.",
-                "Give one number, or a short text; tokens are a whole number from 0 on.",
+                f"Cannot record '{name}' = {str(value)[:40]}.",
+                f"Give one number, or a text of at most {LONGEST} bytes; tokens from 0 on.",
             )

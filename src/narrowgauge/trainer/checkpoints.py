@@ -103,7 +103,8 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         # The run continued from an earlier checkpoint: this step's and later ones are damaged.
         for folder in folders(run):
             if folder >= final:
-                _set_aside(folder)
+                number = len([*place.iterdir()])
+                folder.rename(place / f"damaged-{number}-{folder.name}")
         new.rename(final)
         sync(place)
         for folder in folders(run)[keep:]:
@@ -116,13 +117,6 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
     except (OSError, CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
         raise disk_error(final, failures[min(failures)][0]) from error
-
-
-def _set_aside(folder: Path) -> None:
-    """Rename a damaged checkpoint, replacing an earlier one of its step."""
-    aside = folder.with_name(f"damaged-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
 
 
 def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:

@@ -196,10 +196,10 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     else:
         require_free(folder)
         return Entry(settings.checked(num_ranks))
-    before = _settings_of(notes, folder)
+    before = Settings(**notes["settings"])
     settings = Settings(**{**notes["settings"], **named, "out": str(folder)}).checked(num_ranks)
     step = notes["step"]
-    told = _steps_in(read_summary(folder, []))
+    told = (read_summary(folder, []) or {}).get("steps", 0)
     is_finished = (step if checkpoint is None else told) >= settings.steps
     fixed = []
     if is_finished:
@@ -220,15 +220,6 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     return Entry(settings, checkpoint, step, tuple(events), is_finished)
 
 
-def _settings_of(notes: Mapping[str, Any], folder: Path) -> Settings:
-    """Return the settings that a run was trained with."""
-    if not set(notes["settings"]) <= NAMES:
-        raise RecordError(
-            f"Cannot continue {folder} because another version wrote it.", "Choose another --out."
-        )
-    return Settings(**notes["settings"])
-
-
 def _changes(before: Settings, after: Settings) -> dict[str, str]:
     """Return a phrase for each setting of the training that differs."""
     changes = {}
@@ -247,17 +238,14 @@ def _notes_of_record(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
     if set(run.config) != NAMES:  # of another program
         require_free(folder)
-    step = _steps_in(run.summary)
+    step = (run.summary or {}).get("steps", 0)
     saved = [event["step"] for event in run.events if event["what"] == "checkpoint"]
-    last = max((row["step"] for row in run.steps), default=0)
+    last = 0
+    for row in run.steps:
+        last = row["step"]
     planned = run.config["steps"]
     every = run.config["checkpoint_every"] or planned
     if saved or last >= planned or last > every:
         step = max(step, last, *saved)
     settings = {**run.config, "stop_after": 0}
     return {"step": step, "settings": settings, "tokens": run.data_fingerprint}
-
-
-def _steps_in(summary: Mapping[str, Any] | None) -> int:
-    steps = (summary or {}).get("steps", 0)
-    return steps if isinstance(steps, int) else 0

@@ -202,10 +202,7 @@ def _vocab_size(file: Path, fewest: int) -> int:
     """Return the size of a tokenizer's vocabulary, which must be ``fewest`` at least."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
-    size = tokenizer.get_vocab_size()
-    if size < fewest:  # numbers may have gaps
-        size = max(tokenizer.get_vocab().values()) + 1
+    size = max(Tokenizer.from_file(str(file)).get_vocab().values()) + 1
     if size < fewest:
         raise ValueError(f"token {fewest - 1:,} is beyond its tokenizer, which has {size:,}")
     return size
