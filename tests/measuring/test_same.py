@@ -247,6 +247,26 @@ def test_ties_of_two_modules_are_compared() -> None:
     assert not len(result) and ties == ["tied in the first alone"], result
 
 
+class Halved(nn.Module):
+    """An RMS norm whose squares are summed in bfloat16, or as they should be."""
+
+    is_right = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if self.is_right else x
+        total = sum((part * part for part in wide.split(1, -1)), torch.zeros_like(wide[..., :1]))
+        return (wide * torch.rsqrt(total / 512 + 1e-6)).to(x.dtype)
+
+
+def test_a_fault_sets_no_bound_whichever_side_it_is_on() -> None:
+    torch.manual_seed(0)
+    trainer = nn.Sequential(nn.Embedding(61, 512), Halved(), nn.Linear(512, 61)).bfloat16()
+    server = copy.deepcopy(trainer)
+    server[1].is_right = False
+    for pair in ((trainer, server), (server, trainer)):
+        assert ng.same(*pair, TOKENS)[0].tensor == "1"
+
+
 class Lora(nn.Module):
     """A linear layer with an adapter, with the attributes of PEFT's."""
 

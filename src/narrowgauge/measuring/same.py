@@ -230,7 +230,9 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     result.looked_at = "no difference is larger than rounding gives"
     narrow = second if theirs.unit() > ours.unit() else first
     unit = max(ours.unit(), theirs.unit())
-    beside = _run(narrow, batch, forced, Wide())
+    beside = [_run(narrow, batch, forced, Wide())]
+    if ours.unit() == theirs.unit():  # neither side sets its own bound
+        beside.append(_run(second, batch, forced, Wide()))
     if forced:
         theirs = _run(second, batch, forced)
     unusual = _compare_places(ours, theirs, beside, max(UNUSUAL, 16 * unit), result)
@@ -256,7 +258,7 @@ def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bo
 
 
 def _compare_places(
-    ours: Recording, theirs: Recording, beside: Recording, limit: float, result: Same
+    ours: Recording, theirs: Recording, beside: list[Recording], limit: float, result: Same
 ) -> list[str]:
     """Compare the outputs of modules, and add the reading of the first place that differs by more
     than roundings explain; return the places with unusual roundings.
@@ -268,15 +270,18 @@ def _compare_places(
     for place, tensors in ours.outputs.items():
         if not are_alike(tensors, theirs.outputs.get(place)):
             continue
-        if place not in beside.shadows:
+        sizes = []
+        for recording in beside:
+            if place in recording.shadows:
+                sizes.append(distance(recording.outputs[place], recording.shadows[place]))
+        if not sizes:
             unfollowed.append(place)
             continue
-        size = distance(beside.outputs[place], beside.shadows[place])
-        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(beside.outputs[place])
+        bounds[place] = MARGIN * min(*sizes, limit) + 3 * unit_at(beside[0].outputs[place])
         differences[place] = distance(tensors, theirs.outputs[place])
-        if size > limit:
+        if max(sizes) > limit:
             unusual.append(place)
-            words = f"{place}: roundings there move it by {size:.2g}, more than usual"
+            words = f"{place}: roundings there move it by {max(sizes):.2g}, more than usual"
             result.lines.append(words)
     number = sum(value > 0 for value in differences.values())
     count = counted(len(differences), "place")
