@@ -184,6 +184,7 @@ class _LazyWeight(Tensor):
     """
 
     layer: QuantizedLinear
+    _is_hf_initialized = True  # transformers draws no values for it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
