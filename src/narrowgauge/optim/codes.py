@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,20 +186,8 @@ class Lane:
     scales: Mapping[str, tuple[Tensor, Tensor]]
 
 
-class Values(NamedTuple):
-    """Hold the weight that a rule reads, float32 or :func:`value_dtype`, and the compensation that
-    is added to its change, if there is one (Kahan's).
-    """
-
-    weight: Tensor
-    low: Tensor | None
-
-
-class Written(NamedTuple):
-    """Hold the outputs of a step: int32 bits of the visible weight and of every field in place."""
-
-    visible: Tensor
-    fields: dict[str, Tensor]
+Fields = dict[str, Tensor]
+"""The int32 bits of fields by name, in place."""
 
 
 def lane_of(
@@ -243,8 +230,9 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     return result
 
 
-def read(storage: Storage, lane: Lane) -> Values:
-    """Decode a lane's weight.
+def read(storage: Storage, lane: Lane) -> tuple[Tensor, Tensor | None]:
+    """Decode the weight that a rule reads, float32 or :func:`value_dtype`, and the compensation that
+    is added to its change, if there is one (Kahan's).
 
     If the visible weight is not the rounded master, other code wrote it, and it replaces the
     master. A low part that does not belong to it is 0. A tail moves a weight that other code wrote
@@ -255,22 +243,22 @@ def read(storage: Storage, lane: Lane) -> Values:
     weight = visible_value(visible, lane.visible)
     field = fields_of(storage)["weight"]
     if not field.name:
-        return Values(weight, None)
+        return weight, None
     word = lane.words[field.plane - 1]
     if storage.master:
         stored = decode(field, word)
         seen = encode_visible(storage, stored.float(), half(VISIBLE[visible][1]))
         is_current = seen == in_range(storage, lane.visible)
-        return Values(torch.where(is_current, stored, weight), None)
+        return torch.where(is_current, stored, weight), None
     if storage.tail_bits:
         up = 32 - field.bits
         tail = (word << (up - field.shift)) >> up << field.drop
         total = lane.visible + tail
         # Where the sum has another sign, take the visible weight.
         total = torch.where((total ^ lane.visible) < 0, lane.visible, total)
-        return Values(visible_value(visible, total), None)
+        return visible_value(visible, total), None
     low = decode(field, word)
-    return Values(weight, torch.where(_is_own(storage, lane.visible, low), low, 0.0))
+    return weight, torch.where(_is_own(storage, lane.visible, low), low, 0.0)
 
 
 def read_weight(storage: Storage, lane: Lane) -> Tensor:
@@ -327,34 +315,34 @@ def at_end(storage: Storage, lane: Lane, eps: float) -> Tensor:
 def write(
     storage: Storage,
     lane: Lane,
-    old: Values,
+    old: tuple[Tensor, Tensor | None],
     change: Tensor,
     states: Mapping[str, Tensor],
     seed: Tensor,
-) -> Written:
-    """Round the result of a step to the storage's formats.
+) -> tuple[Tensor, Fields]:
+    """Round the result of a step to the storage's formats: the bits of the visible weight, and all
+    fields.
 
     ``old`` is the weight as :func:`read` returns it, ``change`` is added to it, and ``states`` are
     the new states by name.
     """
-    addend = addends(storage, old.weight, lane.gradient, seed)
-    if old.low is None:
-        visible, fields = write_weight(storage, old.weight + change, addend["weight"])
+    weight, low = old
+    addend = addends(storage, weight, lane.gradient, seed)
+    if low is None:
+        visible, fields = write_weight(storage, weight + change, addend["weight"])
     else:
         # Kahan's order: add the compensation to the change first, so that the weight absorbs
         # neither.
-        total = old.low + change
-        visible = encode_visible(storage, old.weight + total, None)
-        rest = total - (visible_value(storage.visible, visible) - old.weight)
+        total = low + change
+        visible = encode_visible(storage, weight + total, None)
+        rest = total - (visible_value(storage.visible, visible) - weight)
         fields = write_low(storage, visible, rest)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    return Written(visible, fields)
+    return visible, fields
 
 
-def write_weight(
-    storage: Storage, value: Tensor, addend: Addend
-) -> tuple[Tensor, dict[str, Tensor]]:
+def write_weight(storage: Storage, value: Tensor, addend: Addend) -> tuple[Tensor, Fields]:
     """Return the visible bits of a weight, and its fields in place."""
     _, below, exponent = VISIBLE[storage.visible]
     field = fields_of(storage)["weight"]
@@ -379,7 +367,7 @@ def place_tail(field: Field, tail: Tensor) -> Tensor:
     return ((tail >> field.drop) & ((1 << field.bits) - 1)) << field.shift
 
 
-def write_low(storage: Storage, bits: Tensor, rest: Tensor) -> dict[str, Tensor]:
+def write_low(storage: Storage, bits: Tensor, rest: Tensor) -> Fields:
     """Encode the low part of a visible weight: toward zero where the nearest one is not its own."""
     field = fields_of(storage)["weight"]
     nearest = encode(field, rest, None)
@@ -393,9 +381,7 @@ def _is_own(storage: Storage, bits: Tensor, low: Tensor) -> Tensor:
     return cut_to_even(total, VISIBLE[storage.visible][1]) == bits
 
 
-def write_state(
-    storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend
-) -> dict[str, Tensor]:
+def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend) -> Fields:
     """Return a state's bits in place. A second part stores what the first one leaves."""
     first, *second = _parts_of(storage, name)
     into, _ = lane.scales.get(name, (None, None))
@@ -409,9 +395,7 @@ def write_state(
     return fields
 
 
-def write_parts(
-    storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor]
-) -> dict[str, Tensor]:
+def write_parts(storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor]) -> Fields:
     """Return the bits of a state's parts in place, to nearest."""
     into, _ = lane.scales.get(name, (None, None))
     fields = {}
@@ -423,8 +407,8 @@ def write_parts(
 # ── what an audit reads ───────────────────────────────────────────────────────────────────────────
 
 
-def weight_after(storage: Storage, lane: Lane, written: Written) -> Tensor:
-    """Return the stored weight after a step."""
+def weight_after(storage: Storage, lane: Lane, visible: Tensor, fields: Fields) -> Tensor:
+    """Return the stored weight after a step, of the bits that it writes."""
     field = fields_of(storage)["weight"]
-    words = [written.fields.get(field.name, lane.visible)] * field.plane  # the last one is read
-    return read_weight(storage, Lane(written.visible, lane.gradient, words, {}))
+    words = [fields.get(field.name, lane.visible)] * field.plane  # the last one is read
+    return read_weight(storage, Lane(visible, lane.gradient, words, {}))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import (
-    Inputs,
     Numbers,
     advance,
     average,
@@ -58,10 +57,10 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
         first, *words = map(widened, stored)
         lane = codes.lane_of(storage, first, gradient.float(), words, scales)
         scalars = named(rule, values)
-        written = advance(Inputs(rule, storage, lane, (*others, None)[0], scalars, seed))
-        results = [codes.weight_word(storage.visible, written.visible)]
+        visible, fields = advance(rule, storage, lane, scalars, seed, *others)
+        results = [codes.weight_word(storage.visible, visible)]
         for plane in planes:
-            results.append(reduce(or_, [written.fields[field.name] for field in plane.fields]))
+            results.append(reduce(or_, [fields[field.name] for field in plane.fields]))
         for integers, result in zip(stored, results, strict=True):
             if not values.is_cpu:
                 result = torch.where(scalars["skip"] != 0, integers, result)

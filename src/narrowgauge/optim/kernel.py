@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import Lane, Written
+from narrowgauge.optim.codes import Fields, Lane
 from narrowgauge.optim.planes import dropped_bits, planes_of
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
@@ -67,18 +67,7 @@ class Numbers:
 
 def named(rule: AnyRule, values: Tensor) -> dict[str, Tensor]:
     """Return the scalars of a step by name."""
-    return {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
-
-
-class Inputs(NamedTuple):
-    """Hold what a step of one lane reads. An elementwise rule has no ``change``."""
-
-    rule: AnyRule
-    storage: Storage
-    lane: Lane
-    change: Tensor | None
-    scalars: Scalars
-    seed: Tensor
+    return dict(zip((*CONTROL, *rule.scalars), values.unbind(), strict=True))
 
 
 def finite_or_zero(weight: Tensor) -> Tensor:
@@ -86,25 +75,10 @@ def finite_or_zero(weight: Tensor) -> Tensor:
     return torch.where(weight.abs() < math.inf, weight, 0.0)
 
 
-def in_floats(inputs: Inputs) -> Written:
-    """Run the rule in its scalars' dtype and round the result.
-
-    ``scalars`` are ``gradient_scale`` and the rule's.
-    """
-    rule, storage, lane, _, scalars, seed = inputs
-    assert isinstance(rule, Rule)
-    scale = scalars["gradient_scale"]
-    gradient = lane.gradient.to(scale.dtype) * scale
-    old = codes.read(storage, lane)
-    states = [codes.read_state(storage, lane, name) for name in rule.states]
-    change, *new = rule.update(finite_or_zero(old.weight), gradient, *states, scalars)
-    return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
-
-
-def in_expansions(inputs: Inputs) -> Written:
+def in_expansions(
+    rule: Rule, storage: Storage, lane: Lane, scalars: Scalars
+) -> tuple[Tensor, Fields]:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
-    rule, storage, lane, _, scalars, _ = inputs
-    assert isinstance(rule, Rule)
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
     weight, rest = codes.read(storage, lane)
@@ -120,7 +94,7 @@ def in_expansions(inputs: Inputs) -> Written:
     fields = codes.write_low(storage, visible, torch.where(is_finite, stepped[1], 0.0))
     for name, parts in zip(rule.states, new, strict=True):
         fields |= codes.write_parts(storage, lane, name, parts)
-    return Written(visible, fields)
+    return visible, fields
 
 
 def average(
@@ -134,20 +108,28 @@ def average(
     return rule.average(gradient, states, scalars)
 
 
-def advance(inputs: Inputs) -> Written:
+def advance(
+    rule: AnyRule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor, change: Any = None
+) -> tuple[Tensor, Fields]:
     """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its
-    average and decay.
+    average and decay. Return the bits of the visible weight, and all fields.
+
+    ``scalars`` are those of ``CONTROL`` and the rule's, in the dtype in which the rule computes.
     """
-    rule, storage, lane, change, scalars, seed = inputs
+    if isinstance(rule, Rule) and storage.arithmetic == "expansion":
+        return in_expansions(rule, storage, lane, scalars)
+    old = codes.read(storage, lane)
     if isinstance(rule, Rule):
-        if storage.arithmetic == "expansion":
-            return in_expansions(inputs)
-        return in_floats(inputs)
-    assert change is not None
-    weight = finite_or_zero(codes.read_weight(storage, lane))
-    change = change + weight * scalars[rule.decay]
-    states = average(rule, storage, lane, scalars)[1]
-    return codes.write(storage, lane, codes.read(storage, lane), change, states, seed)
+        scale = scalars["gradient_scale"]
+        gradient = lane.gradient.to(scale.dtype) * scale
+        parts = [codes.read_state(storage, lane, name) for name in rule.states]
+        change, *new = rule.update(finite_or_zero(old[0]), gradient, *parts, scalars)
+        states = dict(zip(rule.states, new, strict=True))
+    else:
+        weight = finite_or_zero(codes.read_weight(storage, lane))
+        change = change + weight * scalars[rule.decay]
+        states = average(rule, storage, lane, scalars)[1]
+    return codes.write(storage, lane, old, change, states, seed)
 
 
 class Kernel:

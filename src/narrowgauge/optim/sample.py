@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.numerics.metrics import change_terms
 from narrowgauge.optim import codes, step_cpp
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import Inputs, Numbers, advance, finite_or_zero, named
+from narrowgauge.optim.kernel import Numbers, advance, finite_or_zero, named
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
@@ -243,8 +243,8 @@ class Sample:
             if not isinstance(rule, Rule):
                 intended = self.change + decay
             still = {**scalars, rule.decay: torch.zeros_like(scalars[rule.decay])}
-            inputs = Inputs(rule, storage, self.lane, self.change, still, numbers.seed)
-            arrived = stored - (codes.weight_after(storage, self.lane, advance(inputs)) - weight)
+            written = advance(rule, storage, self.lane, still, numbers.seed, self.change)
+            arrived = stored - (codes.weight_after(storage, self.lane, *written) - weight)
         terms = change_terms(intended, stored, seen)
         terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
         terms.append(torch.full_like(terms[0], abs(rate) * storage.weight.spacings))

@@ -123,7 +123,11 @@ class LocalState:
         self.parameter = local_of(owner)
         if not self.parameter.is_contiguous():
             refuse_overlap(owner)
-        self.step = int(entry["step"])
+        step = entry["step"]
+        if isinstance(step, Tensor) and not step.is_cpu:
+            # A script moved the state to a device. Reading it there would wait at each step.
+            step = entry["step"] = step.cpu()
+        self.step = int(step)
         self.gradient: Any = None
         self.change: Any = None
         if not kernel.packed_names.isdisjoint(entry):
