@@ -315,10 +315,10 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> 
     step_cpp.functions.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(step_cpp, "joined_files", lambda: faulty)
-        with pytest.warns(UserWarning, match="other bits"):
+        with pytest.warns(UserWarning, match=r"differ in .*\[\d+, \d+\] is .* of \d+ differ"):
             reason = proof.why_not(*kernel_of("adamw", storage), CPU)
     step_cpp.functions.cache_clear()
-    assert "other bits" in reason
+    assert "the definition's" in reason and "compil" not in reason
 
 
 def test_a_second_part_of_collage_belongs_to_its_weight() -> None:
@@ -362,7 +362,9 @@ def test_a_step_is_shown_by_its_types_and_the_files_that_define_them() -> None:
     "words", [("wrd",), ("float64",), ("collage-plus", "lion"), ("word", "adamx")]
 )
 def test_a_step_that_has_no_kernel_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(ng.errors.RecipeError, match=r"Cannot show|no storage|for AdamW alone"):
+    with pytest.raises(
+        ng.errors.RecipeError, match=r"Cannot show|Cannot use rule|no storage|for AdamW alone"
+    ):
         step_text(*words)
 
 

@@ -66,6 +66,12 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
 
 MOVED: dict[str, tuple[str, str, object, str]] = {
     "rank": ("galore", "rank", 2, "projector"),
+    "momentum": (
+        "plain sgd",
+        "momentum",
+        0.9,
+        "no 'momentum_buffer_bits': .*before the first step",
+    ),
     "storage": ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
 }
 
@@ -80,25 +86,6 @@ def test_options_that_need_other_states_are_refused(name: str) -> None:
     with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
     assert_same_bits(before, everything(optimizer))
-
-
-@pytest.mark.parametrize("storage", ["word", "exact", "compact", "kahan", "float32"])
-def test_a_momentum_set_after_the_first_step_begins_as_torchs(storage: str) -> None:
-    """Stored weights keep their bits when the buffers are made."""
-    ours = build("plain sgd", parameters(storage), storage)
-    theirs = torch.optim.SGD(
-        [nn.Parameter(p.detach().double()) for p in parameters(storage)], lr=0.5
-    )
-    for step in range(3):
-        for optimizer in (ours, theirs):
-            optimizer.param_groups[0]["momentum"] = 0.9 if step else 0.0
-        take_steps(ours, range(step, step + 1))
-        for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
-            assert p.grad is not None
-            q.grad = p.grad.double()
-        theirs.step()
-    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
-        assert torch.allclose(ours.stored(p).double(), q, atol=0.06)
 
 
 @pytest.mark.parametrize("make", [ng.AdamW, ng.Lion, ng.SGD])

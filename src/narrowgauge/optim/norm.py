@@ -18,7 +18,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import WORDS, Squares, exact_squares
 from narrowgauge.optim.step_cpp import norm_functions
 from narrowgauge.optim.table import FORMATS, Programs
-from narrowgauge.torch_support.proof import draw, why_not
+from narrowgauge.torch_support.proof import draw, first_difference, why_not
 
 SPAN = 8192
 """Elements that a program reads."""
@@ -55,15 +55,15 @@ def sums_on(tensors: Sequence[Tensor]) -> bool:
     if any(tensor.dtype not in FORMATS for tensor in tensors):
         return False
     name = "the norm of all tensors"
-    return not why_not(name, name, device, lambda: _has_the_bits(device))
+    return not why_not(name, name, device, lambda: difference(device))
 
 
-def _has_the_bits(device: torch.device) -> bool:
-    """Return whether the launches give the bits of the definition."""
+def difference(device: torch.device) -> str:
+    """Return how a launch differs from the definition, or an empty string."""
     cases = []
     for dtype in FORMATS:
         for size in (1, SPAN, SPAN + 9):
             for edges in (False, True):
                 cases.append(draw(dtype, (size,), edges=edges, seed=size))
     actual = exact_squares([x.to(device) for x in cases], table=SquaresTable(device)).cpu()
-    return torch.equal(actual, exact_squares(cases))
+    return first_difference("the sum of squares", actual, exact_squares(cases))

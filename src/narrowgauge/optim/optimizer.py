@@ -38,7 +38,6 @@ from narrowgauge.optim.parameter_formats import (
     refuse_shared_memory,
     round_in_place,
 )
-from narrowgauge.optim.rules.elementwise import PLAIN_SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State
 from narrowgauge.optim.step import Step
@@ -343,20 +342,6 @@ class Optimizer(torch.optim.Optimizer):
         if missing and fills:
             self._fill(group, missing)
 
-    def _add_buffers(self, group: Group, parameters: Iterable[Tensor]) -> None:
-        """Make the buffers of a momentum that was set after the first step, as torch's SGD does."""
-        plain = {**group, "momentum": 0}
-        for parameter in parameters:
-            state = self.state[parameter]
-            kernel = self.kernels.kernel_of(group, parameter)
-            if all(plane.name in state for plane in kernel.planes):
-                continue
-            weight = stored(self.kernels.local_part(plain, parameter, state), "weight")
-            new = self.kernels.new_state(group, parameter)
-            new["step"] = state["step"]
-            store_weight(self.kernels.local_part(group, parameter, new), weight)
-            self.state[parameter] = new
-
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
 
@@ -488,8 +473,6 @@ class Optimizer(torch.optim.Optimizer):
             gradients.append(gradient)
             members.append((parameter, gradient))
         self.make_missing(group, [parameter for parameter, _ in members])
-        if self.rule == PLAIN_SGD and group["momentum"]:
-            self._add_buffers(group, [parameter for parameter, _ in members])
         states = []
         for parameter, gradient in members:
             state = self.kernels.local_part(group, parameter, self.state[parameter])

@@ -1,5 +1,5 @@
 """The proof of a kernel: at its first use it is compared with its definition on ordinary and edge
-values. If a bit differs, the definition runs.
+values. If a bit differs, a warning says where, and the definition runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState, new_state
 from narrowgauge.optim.table import Table
+from narrowgauge.optim.values import stored
 from narrowgauge.optim.walk import integers_of
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proof, triton
@@ -31,11 +32,11 @@ def why_not(rule: AnyRule, storage: Storage, device: torch.device) -> str:
     """Return why no kernel steps a (rule, storage) on a device, or an empty string."""
     name = f"the step of {rule.name}/{storage.name}"
     key = rule, storage
-    return proof.why_not(name, key, device, lambda: _has_the_bits(rule, storage, device))
+    return proof.why_not(name, key, device, lambda: difference(rule, storage, device))
 
 
-def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool:
-    """Return whether a launch gives the bits of the definition, which runs on the CPU."""
+def difference(rule: AnyRule, storage: Storage, device: torch.device) -> str:
+    """Return the first difference of a launch from the definition, which runs on the CPU."""
     kernel = Kernel(rule, storage)
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
     if rule.decay:  # an infinite weight less its decay would be NaN
@@ -57,16 +58,25 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     states = [actual for actual, _ in pairs]
     Table(rule, storage, device).step({numbers: states}, to_device(control, device))
     for ours, theirs in pairs:
-        # What a step stores. A stored NaN has one pattern of bits.
-        stored = zip(
-            (ours.parameter, *ours.tensors.values()),
-            (theirs.parameter, *theirs.tensors.values()),
-            strict=True,
-        )
-        for x, y in stored:
-            if not torch.equal(integers_of(x.cpu()), integers_of(y)):
-                return False
-    return True
+        found = _difference_of(ours, theirs)
+        if found:
+            return found
+    return ""
+
+
+def _difference_of(actual: LocalState, expected: LocalState) -> str:
+    """Return where what a step has stored differs. A stored NaN has one pattern of bits."""
+    pairs = {}
+    for name in ("weight", *dict(expected.storage.states)):
+        pairs[name] = stored(actual, name).cpu(), stored(expected, name)
+    for name, tensor in {"parameter": expected.parameter, **expected.tensors}.items():
+        other = actual.tensors.get(name, actual.parameter)
+        pairs[f"the integer of {name}"] = integers_of(other.cpu()), integers_of(tensor)
+    for name, (ours, theirs) in pairs.items():
+        text = proof.first_difference(name, ours, theirs)
+        if text:
+            return text
+    return ""
 
 
 def _drawn(

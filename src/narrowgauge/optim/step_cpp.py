@@ -18,6 +18,7 @@ from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.optim.validation import known_row
 from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.spec.update_rules import refuse_pair
+from narrowgauge.spec.values import require_choice
 from narrowgauge.torch_support.cpp import build
 from narrowgauge.torch_support.proof import CPP
 
@@ -184,8 +185,7 @@ def step_text(storage: str, rule: str = "adamw") -> str:
         if isinstance(known, elementwise.Rule):
             rules[known.name] = known
     row = known_row(storage)
-    if rule not in rules:
-        raise RecipeError(f"Cannot show rule '{rule}'.", f"Choose one of {', '.join(rules)}.")
+    require_choice("rule", rule, rules)
     row = row.keeping(rules[rule].stored_states)
     refuse_pair(rule, row, is_matrix=False, is_adamw=rule == "adamw")
     if not has_kernel(rules[rule], row):

@@ -112,9 +112,9 @@ def check_arguments(owner: type, names: Iterable[str], others: Mapping[str, Any]
     What ``torch.optim`` has besides is ignored, or refused if it would change a step.
     """
     for name, value in others.items():
-        if name in NEVER and value:
-            raise RecipeError(f"Cannot obey {name} = {value}.", NEVER[name])
-        if name not in NEVER and name not in HOW:
+        if name in NEVER or name in HOW:
+            check_option(others, name, ADAMW)
+        else:
             raise RecipeError(
                 f"Cannot use {name} = {value!r}: {owner.__name__} has no such argument.",
                 suggestion_or_all(name, names),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.torch_support.proof import TORCH, draw, prove, same_numbers
+from narrowgauge.torch_support.proof import TORCH, draw, first_difference, prove
 from narrowgauge.torch_support.torch_names import is_traced
 
 COMPILE_ELEMENTS = 1 << 18
@@ -88,7 +88,7 @@ class Compiled:
         pattern = tuple([x if x is None else (x.dtype, x.ndim, x.device) for x in arguments])
         return not prove(self.name, (self, pattern), TORCH, lambda: self._compare(arguments))
 
-    def _compare(self, arguments: Sequence[Tensor | None]) -> bool:
+    def _compare(self, arguments: Sequence[Tensor | None]) -> str:
         cut: Callable[[int], int] = _cut
         try:
             self.function(*_case(arguments, False, cut))
@@ -103,9 +103,11 @@ class Compiled:
                     warnings.simplefilter("ignore")  # the compiler's own
                     leaves = torch.utils._pytree.tree_leaves((call(*copies), copies))
                 results.append([x for x in leaves if x is not None])
-            if not all(same_numbers(x, y) for x, y in zip(*results, strict=True)):
-                return False
-        return True
+            for place, (expected, actual) in enumerate(zip(*results, strict=True)):
+                difference = first_difference(f"result {place}", actual, expected)
+                if difference:
+                    return difference
+        return ""
 
 
 @lru_cache(None)

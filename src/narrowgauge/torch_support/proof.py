@@ -66,15 +66,30 @@ def draw(
     return bits.view(dtype)
 
 
-def same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same bits. Any NaN of a float tensor equals any other."""
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        return False
-    kind = INTEGERS[a.dtype.itemsize]
-    same = a.view(kind) == b.view(kind)
-    if a.is_floating_point():
-        same |= a.isnan() & b.isnan()
-    return bool(same.all())
+def first_difference(name: str, actual: Tensor, expected: Tensor) -> str:
+    """Return where a tensor first differs from its definition, both values, and how many elements
+    differ; an empty string if it has the same bits.
+
+    Any NaN of a float tensor equals any other.
+
+    Example:
+        >>> first_difference("exp_avg", torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.25]))
+        "exp_avg[1] is 0.5 and the definition's 0.25; 1 of 2 differ"
+    """
+    if actual.dtype is not expected.dtype or actual.shape != expected.shape:
+        return f"{name} has another dtype or shape than the definition's"
+    kind = INTEGERS[expected.dtype.itemsize]
+    differs = actual.view(kind) != expected.view(kind)
+    if expected.is_floating_point():
+        differs &= ~(actual.isnan() & expected.isnan())
+    if not differs.any():
+        return ""
+    place = differs.nonzero()[0].tolist()
+    values = [x.double()[tuple(place)].item() for x in (actual, expected)]
+    return (
+        f"{name}{place or ''} is {values[0]:.9g} and the definition's {values[1]:.9g}; "
+        f"{int(differs.sum())} of {differs.numel()} differ"
+    )
 
 
 @contextlib.contextmanager
@@ -103,10 +118,10 @@ def language_on(device: torch.device) -> str:
     return ""
 
 
-def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], bool]) -> str:
+def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], str]) -> str:
     """Return why a kernel cannot be used on a device, or an empty string.
 
-    ``compare`` returns whether it has the bits of its definition. It is called once for a ``key``.
+    ``compare`` returns its first difference from its definition. It is called once for a ``key``.
     """
     language = language_on(device)
     if not language:
@@ -114,7 +129,7 @@ def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], boo
     return prove(name, (key, device, language), language, compare)
 
 
-def prove(name: str, key: Any, language: str, compare: Callable[[], bool]) -> str:
+def prove(name: str, key: Any, language: str, compare: Callable[[], str]) -> str:
     """Return why a kernel cannot be used, or an empty string: compare it with its definition, once
     for a ``key``. Warn if it cannot be used.
 
@@ -126,9 +141,9 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], bool]) -> st
         is_final = True
         try:
             with usual_defaults():
-                reason = ""
-                if not compare():
-                    reason = f"{language} compiles {name} to code that gives other bits"
+                reason = compare()
+            if reason:
+                reason = f"{language} and the definition differ in {name}: {reason}"
         except Exception as error:  # a broken compiler must not stop a training run
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise  # another call may have the memory
@@ -142,6 +157,6 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], bool]) -> st
             if language == CPP:
                 factor = "about 25 times "
             warnings.warn(
-                f"{reason}. It runs uncompiled: {factor}slower, with the same bits.", stacklevel=4
+                f"{reason}. The definition runs: {factor}slower, with its own bits.", stacklevel=4
             )
         return reason
