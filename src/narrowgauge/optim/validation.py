@@ -68,7 +68,12 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
             raise RecipeError(f"Cannot obey {name} = {value}.", NEVER[name])
     elif name == "decoupled_weight_decay":
         if group.get("weight_decay") and bool(value) != bool(rule.decay):
-            _refuse_decay(value, rule.name)
+            kinds = ("an L2 penalty", "decoupled from the gradient")
+            raise RecipeError(
+                f"Cannot load a state whose weight decay is {kinds[bool(value)]}: that of rule "
+                f"'{rule.name}' is {kinds[not value]}.",
+                "Use ng.AdamW for states of torch.optim.AdamW, and ng.Adam for torch.optim.Adam's.",
+            )
     elif name == "lr":
         require_number(name, value, -math.inf, is_open=True)
     elif name == "seed":
@@ -95,15 +100,6 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
             _check_nesterov(group)
     elif row is not None and value is not None and value is not False:
         _refuse_unknown(name, rule.name)
-
-
-def _refuse_decay(is_decoupled: bool, rule: str) -> None:
-    kinds = ("an L2 penalty", "decoupled from the gradient")
-    raise RecipeError(
-        f"Cannot load a state whose weight decay is {kinds[is_decoupled]}: that of rule '{rule}' is "
-        f"{kinds[not is_decoupled]}.",
-        "Use ng.AdamW for states of torch.optim.AdamW, and ng.Adam for those of torch.optim.Adam.",
-    )
 
 
 def check_arguments(owner: type, names: Iterable[str], others: Mapping[str, Any]) -> None:

@@ -107,12 +107,8 @@ template <class T> INLINE void add_piece(const char* p, int64_t count, int64_t* 
     p = lower;
   }
 }
-INLINE void add_pieces(BFloat16, const char* p, int64_t count, int64_t* words) {
-  add_piece<uint16_t>(p, count, words);
-}
-INLINE void add_pieces(Float32, const char* p, int64_t count, int64_t* words) {
-  add_piece<uint32_t>(p, count, words);
-}
+INLINE void add_pieces(BFloat16, const char* p, int64_t count, int64_t* words) { add_piece<uint16_t>(p, count, words); }
+INLINE void add_pieces(Float32, const char* p, int64_t count, int64_t* words) { add_piece<uint32_t>(p, count, words); }
 INLINE void add_pieces(Float16, const char* p, int64_t count, int64_t* words) {
   alignas(64) char floats[4 * (PIECE + GROUP)], last[2 * GROUP] = {};
   for (int64_t at = 0; at < count; at += GROUP) {

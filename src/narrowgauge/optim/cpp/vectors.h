@@ -1,7 +1,6 @@
 // The optimizer's step on a CPU, in five files that step_cpp.py joins: vectors.h, codes.h (rounding, formats, codes of
 // weights and states), rules.h, walk.h (a step of one lane, and the walk over all tensors), norm.h (of gradients).
-// The definition (kernel.py, codes.py, rules/) says what each function computes, and is compared at first use.
-// step_cpp.py appends what one library holds: a struct Row of a storage's types, and EXPORT_STEP(Row, AdamW).
+// kernel.py, codes.py and rules/ define what each function computes. A library appends a struct Row of a storage's types.
 //     word: the bits of a stored element           lane: 32 bits of a vector; a word of 1 or 2 bytes stands at its top
 //     group: two vectors of elements               plane: a tensor of words beside the weight, of one or more fields
 //     field: the bits of a plane for one state     code: how a field stores a float32
