@@ -34,7 +34,7 @@ from narrowgauge.optim import step_triton, table
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.torch_support.compile import compiled
-from narrowgauge.torch_support.proof import draw, same_numbers
+from narrowgauge.torch_support.proof import draw, first_difference
 from narrowgauge.torch_support.triton import LAUNCH
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -74,7 +74,7 @@ def stepped(storage: str, device: str, steps: int) -> list[Tensor]:
 def num_different(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> int:
     """Count the tensors with other bits."""
     pairs = zip(expected, actual, strict=True)
-    return sum(not same_numbers(a.contiguous(), b.cpu().contiguous()) for a, b in pairs)
+    return sum(bool(first_difference("", a.contiguous(), b.cpu().contiguous())) for a, b in pairs)
 
 
 def step_error(storage: str, device: str, steps: int) -> int:
