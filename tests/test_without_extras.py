@@ -45,7 +45,7 @@ def train(recipe, seed, log):
 print(ng.compare(train, ["float8-row/word", "bfloat16/exact"]).baseline)
 """
     done = run(example[1] + code)
-    assert done.returncode == 0 and "stored-share" in done.stdout, done.stderr
+    assert done.returncode == 0 and "of its update" in done.stdout, done.stderr
     assert done.stdout.splitlines()[-1] in ("float8-row/word", "bfloat16/exact")
 
 

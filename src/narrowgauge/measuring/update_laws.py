@@ -22,7 +22,8 @@ NOISY = 8.0
 ALL = "all weights"
 """The tensor of a reading of the audits."""
 ERRORS = 4.0
-"""Standard errors below the bound. 40 runs of ``stochastic`` and ``word`` at 1e-7 to 1e-3 had up to 3.1."""
+"""Standard errors below the bound: of 48 runs of ``stochastic`` and ``word`` at rates of 1e-7 to 1e-3,
+three seeds, none was accused."""
 
 
 def late(audits: Sequence[float]) -> float:
