@@ -144,7 +144,7 @@ def metric_of(row: Row, name: str, metric: str) -> float | None:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[10]``.
+    """Return the sums of one tensor's update without decay, float64 ``[11]``.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
     """

@@ -18,6 +18,7 @@ from narrowgauge.runs.writer import Record
 from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
+from planner.jobs import TITAN_CONFIG, TITAN_LOG
 from trainer.tiny_runs import ENVIRONMENT, call
 
 
@@ -147,6 +148,8 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     (tmp_path / "cluster.toml").write_text('chip = "H100-SXM"\nchips = 8\n')
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    (tmp_path / "llama3_8b.toml").write_text(TITAN_CONFIG)
+    (tmp_path / "train.log").write_text(TITAN_LOG)
     lines = []
     for words in ("", "plan", "plan run", "plan next", "plan scaling"):
         for line in call(*words.split(), "--help").stdout.splitlines():

@@ -85,7 +85,7 @@ for kind in (ng.AdamW, ng.Adam, ng.Lion, ng.SGD, ng.Muon):
 def trained(case: str, watched: bool) -> tuple[list[Tensor], list[str]]:
     """Return the weights after a loop, and what the watch said."""
     make, dtype = CASES[case]
-    model = Model(only_matrices=case == "torch.optim.Muon").to(dtype)
+    model = Model(only_matrices=case in ("torch.optim.Muon", "ng.Muon")).to(dtype)
     optimizer = make(model.parameters())
     watch = ng.watch(model, optimizer) if watched else None
     steps = 10 if case == "torch.optim.LBFGS" else 60

@@ -35,7 +35,7 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
     assert (
         got[3:].tolist()
-        == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0]
+        == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0, 0.0]
         == [float(x) for x in expected[3:]]
     )
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):

@@ -63,6 +63,7 @@ def update_sums(
         Fraction(0),
         Fraction(len(rows)),
         Fraction(0),
+        Fraction(0),
     ]
 
 

