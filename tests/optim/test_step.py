@@ -185,13 +185,13 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more finds the norm, whatever the number of tensors and groups."""
     calls: list[int] = []
-    call = table.Programs.call
+    call = table.Table.call
 
-    def counted(programs: table.Programs, *arguments: Any, **constants: Any) -> None:
-        calls.append(len(programs.rows))
-        call(programs, *arguments, **constants)
+    def counted(rows: table.Table, *arguments: Any, **constants: Any) -> None:
+        calls.append(len(rows.rows))
+        call(rows, *arguments, **constants)
 
-    monkeypatch.setattr(table.Programs, "call", counted)
+    monkeypatch.setattr(table.Table, "call", counted)
     groups = [{"params": [p], "lr": 0.1} for p in parameters("word", [(64, 64)] * 9)]
     optimizer = ng.AdamW(groups, storage="word", compile=True, max_grad_norm=1.0)
     take_steps(optimizer, range(2))

@@ -158,9 +158,12 @@ def exact_squares(tensors: Sequence[Tensor], table: Squares | None = None) -> Te
     Cost: one read of this rank's data, and one small message.
     """
     groups = by_group(tensors)
-    parts = []
-    for (ranks, _), words in zip(groups, (table or Squares()).sums(groups), strict=True):
-        parts.append(add_up(words, ranks, "sum"))
+    return total_over_ranks((table or Squares()).sums(groups), [ranks for ranks, _ in groups])
+
+
+def total_over_ranks(words: Tensor, ranks: Sequence[Sequence[Any]]) -> Tensor:
+    """Return the :func:`rounded_total` of words ``[groups, WORDS]``, each summed over ranks."""
+    parts = [add_up(part, members, "sum") for part, members in zip(words, ranks, strict=True)]
     return rounded_total(torch.stack(parts).sum(0))
 
 

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
-from narrowgauge.optim.kernel import Numbers
+from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.sample import Sample
-from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.table import Batch
+from narrowgauge.optim.table import Batch, Part
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.torch_support.torch_names import HostCopy
 
@@ -189,30 +188,28 @@ class Auditor:
         self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.places: dict[Tensor | None, int] = {}
         self._stalled: set[int] = set()
-        self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
+        self._followed: list[tuple[Sample, Part]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
     def before(self, batch: Batch, audit_every: int) -> None:
         """Read what the next step reads of the samples. Call :meth:`after` when it has written."""
-        for numbers, members in batch.items():
-            states = [state for state in members if state.parameter.numel()]
-            if not states:
+        for part in batch.parts:
+            is_audited = (part.step + 1) % audit_every == 0
+            if not part.owners or not (is_audited or isinstance(batch.kernel.rule, Rule)):
                 continue
-            is_audited = (states[0].step + 1) % audit_every == 0
-            if is_audited or not numbers.kernel.is_matrix:
-                sample = self._samples.get(states[0].owner)
-                if sample is None or not sample.fits(states, is_audited):
-                    sample = Sample(states)
-                    self._samples[states[0].owner] = sample
-                sample.follow(states, numbers, is_audited)
-                self._followed.append((sample, states, numbers))
+            sample = self._samples.get(part.owners[0])
+            if sample is None or not sample.fits(batch, part, is_audited):
+                sample = self._samples[part.owners[0]] = Sample(batch, part)
+            sample.follow(batch, part, is_audited)
+            self._followed.append((sample, part))
 
-    def after(self) -> None:
+    def after(self, batch: Batch) -> None:
         """Compare what was stored with what was intended."""
-        for sample, states, numbers in self._followed:
+        for sample, part in self._followed:
             sample.step += 1
-            if sample.lane is not None:
-                self.fresh.append((sample, sample.step, HostCopy(sample.sums(states, numbers))))
+            if sample.before is not None:
+                self.fresh.append((sample, sample.step, HostCopy(sample.sums(batch, part))))
+                sample.before = None
         self._followed = []
 
     def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> list[int]:

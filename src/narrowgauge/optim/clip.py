@@ -41,6 +41,7 @@ def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
 def step_control(
     gradients: Sequence[Tensor], tables: dict[torch.device, SquaresTable] | None, *,
     max_norm: float | None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the scalars of ``CONTROL``, float32 ``[2]``, and the norm of all unscaled gradients if
     it is used. Then a step whose norm is not finite is skipped.
@@ -51,6 +52,7 @@ def step_control(
         max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
         grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a
             gradient that is not finite; 0-d.
+        squares: the exact sum of the squares of the gradients, if it is known.
     """
     device = local_of(gradients[0]).device
     values = [1.0, 0.0, math.inf if max_norm is None else max_norm]
@@ -61,11 +63,13 @@ def step_control(
     norm = torch.zeros_like(limit)
     if max_norm is not None:
         table = None
-        if tables is not None and sums_on(gradients):
+        if squares is None and tables is not None and sums_on(gradients):
             if device not in tables:
                 tables[device] = SquaresTable(device)
             table = tables[device]
-        norm = sqrt(exact_squares(gradients, table=table)).float()
+        if squares is None:
+            squares = exact_squares(gradients, table=table)
+        norm = sqrt(squares).float()
     if grad_scale is not None:
         scale = grad_scale.to(limit).view(())
     if found_inf is not None:

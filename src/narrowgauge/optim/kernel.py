@@ -148,8 +148,6 @@ class Kernel:
         self.storage = storage
         self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
-        # Each step asks these for each tensor.
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
-        self.specs: dict[Any, Any] = {}  # tensors of a state, by shapes
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}

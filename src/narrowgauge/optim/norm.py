@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import WORDS, Squares, exact_squares
 from narrowgauge.optim.step_cpp import norm_functions
-from narrowgauge.optim.table import FORMATS, Programs
+from narrowgauge.optim.table import FORMATS, Table
 from narrowgauge.torch_support.proof import draw, why_not
 
 SPAN = 8192
@@ -30,22 +30,33 @@ class SquaresTable(Squares):
     """Sum the squares of tensors of ``FORMATS`` on one device, by a kernel."""
 
     def __init__(self, device: torch.device) -> None:
-        self.programs = Programs(device, norm_functions, 2)
+        self.table = Table(device, norm_functions, 2)
+        self._num_groups = 0
 
-    def sums(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> Tensor:
-        """Return the words of each group, int64 ``[groups, WORDS]``."""
+    def lay_out(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
+        """Lay out the rows of groups of tensors. Return their dense local tensors."""
         tensors = []
         for _, members in groups:
             tensors += [local_of(tensor).contiguous() for tensor in members]
-        programs = self.programs
-        programs.lay_out([(1, x.numel()) for x in tensors])
-        programs.rows["addresses"][:, 1] = [x.data_ptr() for x in tensors]
-        programs.rows["format"] = [FORMATS[x.dtype] for x in tensors]
-        programs.rows["number"] = np.repeat(np.arange(len(groups)), [len(x) for _, x in groups])
-        programs.send()
-        shape = len(groups), SLOTS, WORDS
-        words = torch.zeros(shape, dtype=torch.int64, device=programs.device)
-        programs.call("squares", words, SLOTS, WORDS=WORDS)
+        rows = self.table.lay_out([(1, x.numel()) for x in tensors])
+        rows["format"] = [FORMATS[x.dtype] for x in tensors]
+        rows["number"] = np.repeat(np.arange(len(groups)), [len(x) for _, x in groups])
+        self._num_groups = len(groups)
+        return tensors
+
+    def sums(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> Tensor:
+        """Return the words of each group, int64 ``[groups, WORDS]``."""
+        tensors = self.lay_out(groups)
+        return self.sums_at([x.data_ptr() for x in tensors])
+
+    def sums_at(self, addresses: Any) -> Tensor:
+        """Return the words of each group whose tensors were laid out and are at addresses."""
+        table = self.table
+        table.rows["addresses"][:, 1] = addresses
+        table.send()
+        shape = self._num_groups, SLOTS, WORDS
+        words = torch.zeros(shape, dtype=torch.int64, device=table.device)
+        table.call("squares", words, SLOTS, WORDS=WORDS)
         return words.sum(1)
 
 

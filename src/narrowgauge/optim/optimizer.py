@@ -38,6 +38,7 @@ from narrowgauge.optim.parameter_formats import (
     refuse_shared_memory,
     round_in_place,
 )
+from narrowgauge.optim.roster import Roster, prepared
 from narrowgauge.optim.rules.elementwise import PLAIN_SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State
@@ -103,6 +104,7 @@ class Optimizer(torch.optim.Optimizer):
     # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
     scales_loss = False
     _stepped = False
+    _roster: Roster | None = None
     _is_complete = False
     _uncompiled: Callable[..., Any] | None = None
     # Whether the last step was skipped, while this is on a device, and its counts of steps.
@@ -430,47 +432,70 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
-        if not self._stepped:
-            names = self.parameter_names()
-            validation.check_seeds(self.param_groups, names)
-            validation.check_members(names, self.state)
-        gradients: list[Tensor] = []
-        states: list[LocalState] = []
-        work = []
-        for place, group in enumerate(self.param_groups):
-            validation.check_was_added(place, group)
-            validation.check_options(group, self.rule)
-            members = self._with_gradient(group, gradients)
-            work.append((group, members))
-            states += members
-        if not states:
+        before, self._roster = self._roster, None  # an error ends what was checked
+        roster = before
+        if before is None or not before.read(self):
+            roster = self._check()
+        if roster is None:
             return
-        device = validation.device_of_step([state.parameter for state in states])
         self._stepped = True
+        device = roster.device
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         if self.scales_loss and found_inf is None:
-            validation.refuse_unscaled(gradients)
+            validation.refuse_unscaled(roster.gradients)
         for kernel in self.kernels.used.values():
             kernel.how_it_ran = None
         tables = None if self.compile is False else self._norm_tables
+        squares = None
+        if self.max_grad_norm is not None:
+            squares = roster.squares()
         control, norm = step_control(
-            gradients, tables, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf
+            roster.gradients, tables, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf,
+            squares=squares,
         )  # fmt: skip
         if norm is not None:
             self.grad_norm = norm
         self.last_control = control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
-            Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        counts = [state.entry["step"].fill_(state.step + 1) for state in states]
+            self._step_on(device).run(roster.batches, self.param_groups, control)
         skip = None
         if norm is not None or found_inf is not None:
             skip = HostCopy(control[1])
+        counts = []
+        if not control.is_cpu:  # where it is not known yet whether the step is skipped
+            counts = roster.steps
         self._pending = skip, counts
+        if not control.is_cpu or not control[1]:
+            roster.count()
+        if roster is not before and roster.may_be_kept(before):
+            roster.keep(self)
+        roster.forget()
+        self._roster = roster
         if control.is_cpu:  # which has nothing to wait for
             self.settle()
+
+    def _check(self) -> Roster | None:
+        """Check all options, gradients and states. Make missing states."""
+        if not self._stepped:
+            names = self.parameter_names()
+            validation.check_seeds(self.param_groups, names)
+            validation.check_members(names, self.state)
+        gradients: list[Tensor] = []
+        work = []
+        for place, group in enumerate(self.param_groups):
+            validation.check_was_added(place, group)
+            validation.check_options(group, self.rule)
+            work.append(self._with_gradient(group, gradients))
+        if not gradients:
+            return None
+        device = validation.device_of_step([state.parameter for states in work for state in states])
+        return Roster(device, work, gradients, self._step_on(device).batches_of(work))
+
+    def _step_on(self, device: torch.device) -> Step:
+        return Step(device, self.auditor, self.audit_every, self._tables, self.compile)
 
     def _with_gradient(self, group: Group, gradients: list[Tensor]) -> list[LocalState]:
         """Return the states of a group's parameters that have a gradient, with it.
@@ -480,25 +505,16 @@ class Optimizer(torch.optim.Optimizer):
         members = []
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
-            if gradient is None:
-                continue
-            dtype = gradient.dtype
-            if dtype is not parameter.dtype and dtype is not torch.float32:
-                gradient = gradient.float()
-            gradients.append(gradient)
-            members.append((parameter, gradient))
+            if gradient is not None:
+                members.append((parameter, gradient))
         self.make_missing(group, [parameter for parameter, _ in members])
         if self.rule == PLAIN_SGD and group["momentum"]:
             self._add_buffers(group, [parameter for parameter, _ in members])
         states = []
         for parameter, gradient in members:
             state = self.kernels.local_part(group, parameter, self.state[parameter])
-            local = local_of(gradient)
-            if local.layout is not torch.strided or local.shape != state.parameter.shape:
-                validation.refuse_gradient(parameter, gradient)
-            if local.is_neg():  # a kernel reads memory
-                local = local.resolve_neg()
-            state.gradient = local
+            gradient, state.gradient = prepared(parameter, gradient)
+            gradients.append(gradient)
             states.append(state)
         return states
 
@@ -512,8 +528,10 @@ class Optimizer(torch.optim.Optimizer):
         self._pending = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
-            torch._foreach_add_(counts, -1)
             self.auditor.fresh.clear()
+            if counts:
+                torch._foreach_add_(counts, -1)
+                self._roster = None  # which counted the step
         alarms = self.auditor.collect(self.parameter_names)
         if alarms:
             self.on_alarm(alarms)
@@ -584,6 +602,7 @@ class Optimizer(torch.optim.Optimizer):
         if is_copy:
             self.kernels = Kernels(self.rule)
         self._pending = None
+        self._roster = None
         self.auditor = Auditor()
         self._tables.clear()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState, new_state
-from narrowgauge.optim.table import Table
+from narrowgauge.optim.table import Batch, table_of
 from narrowgauge.optim.walk import integers_of
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proof, triton
@@ -54,8 +55,11 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
             actual.change = to_device(expected.change, device)
         run(expected, numbers)
         pairs.append((actual, expected))
-    states = [actual for actual, _ in pairs]
-    Table(rule, storage, device).step({numbers: states}, to_device(control, device))
+    batch = Batch(kernel, {(0, 0): [actual for actual, _ in pairs]})
+    batch.lay_out(table_of(kernel, device))
+    batch.locate()
+    batch.parts[0].numbers = replace(numbers, control=to_device(control, device))
+    batch.step()
     for ours, theirs in pairs:
         # What a step stores. A stored NaN has one pattern of bits.
         stored = zip(

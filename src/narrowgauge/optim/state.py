@@ -138,10 +138,7 @@ class LocalState:
             )
         dims = row_dims(owner.shape) if kernel.scaled else 0
         self.form = as_rows(self.parameter.shape, dims)
-        key = self.parameter.shape, owner.shape
-        specs = kernel.specs.get(key)  # each step asks for each tensor
-        if specs is None or extras:
-            specs = kernel.specs[key] = specs_of(owner, kernel, extras)
+        specs = specs_of(owner, kernel, extras)
         device = self.parameter.device
         self.tensors: dict[str, Tensor] = {}
         for name, (dtype, shape) in specs.items():
@@ -156,6 +153,17 @@ class LocalState:
         self.planes = {plane.name: self.tensors[plane.name] for plane in kernel.planes}
         self.bounds = {name: self.tensors[f"{name}_bound"] for name in kernel.scaled}
         self.extras = {name: self.tensors[name] for name in extras}
+
+    def streams(self) -> list[Tensor]:
+        """Return the tensors that a kernel reads and writes, in the order of its table."""
+        changes = [] if self.change is None else [self.change]
+        return [
+            self.parameter,
+            self.gradient,
+            *self.planes.values(),
+            *changes,
+            *self.bounds.values(),
+        ]
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is

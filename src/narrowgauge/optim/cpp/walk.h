@@ -367,6 +367,14 @@ INLINE void gather_elements(const int64_t* addresses, const int64_t* numbers, in
     memcpy(out + bytes * k, (const char*)addresses[numbers[k]] + bytes * places[k], bytes);
 }
 
+// Read counts of steps, and add to them.
+INLINE void add_counts(float* const* counts, int64_t count, float* out, float by) {
+  for (int64_t k = 0; k < count; k++) {
+    out[k] = *counts[k];
+    *counts[k] += by;
+  }
+}
+
 // ── what a library of a step exports ──────────────────────────────────────────────────────────────
 
 #define PROGRAMS const int64_t *table, const int32_t *tiles, int64_t count
@@ -377,4 +385,7 @@ INLINE void gather_elements(const int64_t* addresses, const int64_t* numbers, in
   extern "C" void gather(const int64_t* addresses, const int64_t* numbers, int64_t count,          \
                          const int64_t* places, char* out, int32_t bytes) {                        \
     gather_elements(addresses, numbers, count, places, out, bytes);                                \
+  }                                                                                                \
+  extern "C" void add(float* const* counts, int64_t count, float* out, float by) {                 \
+    add_counts(counts, count, out, by);                                                            \
   }
