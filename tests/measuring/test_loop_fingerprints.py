@@ -100,7 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str]]] = {
 def test_what_was_changed_is_located(name: str, tmp_path: Path) -> None:
     options, place = CASES[name]
     runs = TwoRuns(recorded(tmp_path / "plain"), recorded(tmp_path / "other", **options))
-    (first,) = runs.readings
+    first, *_ = runs.readings
     assert (first.step, first.stage, first.tensor) == place
 
 

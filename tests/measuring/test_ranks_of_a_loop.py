@@ -93,7 +93,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     assert unsummed == [(1, "0.weight")]
     assert written == [(2, "0.weight")]
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
-    (difference,) = runs.readings
+    difference, *_ = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
     assert "Of 2 ranks these differ there: 1." in runs.lines
 

@@ -24,11 +24,15 @@ from narrowgauge.runs.schema import number
 
 FLAGS = {
     "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
-    "evaluations": "recorder.evaluate(loss)", "casts of layers": "gauges_every=20", "audits": "audit_every=10",
+    "gradient norms": "recorder.step(grad_norm=)", "evaluations": "recorder.evaluate(loss)",
+    "audits": "audit_every=10", COLUMNS["casts"].area: "gauges_every=20",
+    COLUMNS["hashes"].area: "fingerprints_every=20",
 }  # fmt: skip
 """Calls and options that some areas need."""
 FIRST = 2
 """Rows at the start that may lack what compares a step with the one before."""
+SAMPLED = {COLUMNS[name].area for name in ("casts", "hashes")}
+"""Areas whose rows are in files of their own."""
 FINITE = {"nonfinite"}
 """The law that sees of a number only that it is finite."""
 OUTSIDE = {
@@ -78,6 +82,9 @@ class Diagnosis(Readings):
         if not self.is_finished:
             self.verdict += " The run is not finished."
         self.lines = [f"{self.name}: {self.verdict}"]
+        for rank, names in run.run.get("unlike_ranks", {}).items():
+            words = f"Rank {rank} computes other bits than most ranks from the start: {names}."
+            self.lines.append(words)
         unread = unread_of(run)
         if unread and not self.readings:
             self.lines.append(f"Recorded, and no law reads it: {', '.join(unread)}.")
@@ -142,7 +149,14 @@ def is_finished(run: Run) -> bool:
 def steps_of(run: Run) -> list[Step]:
     """Return the steps that a record holds, samples of the gauges after the step that they are of."""
     steps = [*map(Step.of, [*run.steps, *run.evals]), *map(Step.of_gauges, run.gauges)]
+    if ranks_of(run) > 1:
+        steps += map(Step.of_fingerprints, run.fingerprints)
     return sorted(steps, key=lambda step: step.step)
+
+
+def ranks_of(run: Run) -> int:
+    """Return the number of ranks of a run."""
+    return int(run.run.get("machine", {}).get("ranks", 1))
 
 
 def areas_of(run: Run) -> list[str]:
@@ -151,8 +165,8 @@ def areas_of(run: Run) -> list[str]:
     """
     has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
     absent = {"use of the device", "stored updates" if has_audits else "audits"}
-    if run.run.get("machine", {}).get("ranks", 1) == 1:
-        absent.add("ranks")
+    if ranks_of(run) == 1:
+        absent |= {COLUMNS["apart"].area, COLUMNS["hashes"].area}
     columns = {name for rule in RULES for name in rule.needs | rule.also}
     if run.is_foreign:
         columns &= NAMES.keys()
@@ -185,7 +199,7 @@ def _shown(area: str, seen: Area, run: Run) -> str:
     parts = []
     if seen.laws == FINITE:
         parts.append("only whether they are finite")
-    if seen.rows < rows - FIRST and area != "casts of layers":
+    if seen.rows < rows - FIRST and area not in SAMPLED:
         parts.append(f"{seen.rows:,} of {rows:,} rows")
     return f"{area} ({', '.join(parts)})" if parts else area
 

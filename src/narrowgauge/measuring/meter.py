@@ -336,6 +336,7 @@ class Meter(Listener):
         if self._ranks is not None:
             row["apart"] = _true(read["apart"])
             row["unsummed"] = _true(read["unsummed"])
+            row["ranks"] = {what: ranks for what, ranks in self._ranks.apart.items() if row[what]}
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]

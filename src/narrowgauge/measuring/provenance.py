@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
@@ -52,7 +52,23 @@ def describe_process(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         machine["device"] = torch.cuda.get_device_name(device)
-    return {"versions": versions, "machine": machine, "arithmetic": measure_arithmetic(device)}
+    arithmetic = measure_arithmetic(device)
+    tables = {"versions": versions, "machine": machine, "arithmetic": arithmetic}
+    unlike = unlike_ranks(all_ranks().gather(arithmetic.get("results", {})))
+    return tables | {"unlike_ranks": unlike} if unlike else tables
+
+
+def unlike_ranks(results: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the operations in which a rank computes other bits than most ranks, by rank."""
+    unlike: dict[str, list[str]] = {}
+    for name in results[0]:
+        bits = [result[name] for result in results]
+        usual = max(bits, key=bits.count)
+        has_usual = 2 * bits.count(usual) > len(bits)
+        for rank, x in enumerate(bits):
+            if has_usual and x != usual:
+                unlike.setdefault(str(rank), []).append(name)
+    return {rank: ", ".join(names) for rank, names in unlike.items()}
 
 
 def describe_run(

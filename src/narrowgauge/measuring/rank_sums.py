@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -22,11 +23,14 @@ class RankSums:
 
     Attributes:
         whole: the compared parameters, by name.
+        apart: in the first step in which gradients ("unsummed") or weights ("apart") differed, the ranks
+            whose first such tensor was not that of most ranks.
     """
 
     def __init__(self, here: Ranks, names: Mapping[Tensor, str]) -> None:
         self._here = here
         self.whole: dict[str, Tensor] = {}
+        self.apart: dict[str, list[int]] = {}
         for p, name in names.items():
             if p.requires_grad and p.numel() and not is_sharded(p):
                 self.whole[name] = p
@@ -60,11 +64,25 @@ class RankSums:
         """
         errors = torch.full_like(self._sums[:, :1], float(is_broken))
         unlike = self._unlike(torch.cat([self._sums, errors], 1))
-        self._sums.zero_()
         unsummed, differing = unlike[:, :-1] & ~unlike[:, -1:]
         if number == 0:
             self._parts &= unsummed
-        return {"unsummed": unsummed & ~self._parts, "apart": differing & ~self._parts}
+        flags = {"unsummed": unsummed & ~self._parts, "apart": differing & ~self._parts}
+        if self._sums.device.type == "cpu":  # a GPU would be waited for
+            for place, what in enumerate(flags):
+                if what not in self.apart and bool(flags[what].any()):
+                    first = int(flags[what].int().argmax())
+                    self.apart[what] = self._minority(float(self._sums[place, first]))
+        self._sums.zero_()
+        return flags
+
+    def _minority(self, value: float) -> list[int]:
+        """Return the ranks whose value is not that of more than half of all ranks."""
+        values = self._here.gather(value)
+        [(usual, count)] = Counter(values).most_common(1)
+        if count <= len(values) / 2:
+            return []
+        return [rank for rank, x in enumerate(values) if x != usual]
 
     def _unlike(self, values: Tensor) -> Tensor:
         """Return which values differ between ranks: their largest and their smallest do."""

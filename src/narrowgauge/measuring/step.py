@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.runs.schema import CASTS, EVAL, GAUGES, STEP, Column, Row, number
+from narrowgauge.runs.schema import CASTS, EVAL, FINGERPRINTS, GAUGES, STEP, Column, Row, number
 
 Metrics = dict[str, dict[str, float | None]]
 """Metrics of each tensor, by name."""
@@ -36,9 +36,11 @@ class Step:
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
-        apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
+        apart, unsummed: tensors whose weights, and whose gradients, differ between ranks; ``ranks`` names
+            the ranks that have other ones than most.
         utilization: share of the device's time, in logs of other programs.
         casts: a sample of what casts lose, by tensor.
+        hashes: of each tensor on each rank, by ``KIND:NAME``; empty for one that is alike on all.
     """
 
     step: int
@@ -65,7 +67,9 @@ class Step:
     largest_in: str = ""
     apart: list[str] | None = None
     unsummed: list[str] | None = None
+    ranks: dict[str, list[int]] = field(default_factory=dict)
     casts: Metrics = field(default_factory=dict)
+    hashes: dict[str, list[int]] = field(default_factory=dict)
 
     def columns(self) -> set[str]:
         """Return the names of what was measured."""
@@ -94,8 +98,24 @@ class Step:
                 casts[name] = metrics
         return cls(row["step"], casts=casts)
 
+    @classmethod
+    def of_fingerprints(cls, row: Row) -> Step:
+        """Return what a row of ``fingerprints.jsonl`` says of ranks, as a step of its own."""
+        hashes: dict[str, list[int]] = {}
+        for key, entry in (row.get("tensors") or {}).items():
+            if not key.startswith(("tokens:", "output:")):  # each rank has its own batch
+                hashes[key] = entry[-1] if isinstance(entry[-1], list) else []
+        return cls(row["step"], hashes=hashes)
 
-COLUMNS: dict[str, Column] = STEP | EVAL | {"casts": GAUGES["tensors"]}
+
+COLUMNS: dict[str, Column] = (
+    STEP
+    | EVAL
+    | {
+        "casts": GAUGES["tensors"],
+        "hashes": FINGERPRINTS["tensors"],
+    }
+)
 """The columns that laws may read."""
 _MEASURED = [name for name in Step.__dataclass_fields__ if name in STEP | EVAL and name != "step"]
 _TYPES = {"text": str, "names": list, "object": dict}

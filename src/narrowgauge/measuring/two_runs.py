@@ -138,7 +138,8 @@ class TwoRuns(Readings):
         u = None if None in self._units else max(filter(None, self._units))
         differing = [*_differences(step, here, there, u)]
         beyond = [reading for reading in differing if not _is_within(reading)]
-        self.readings = beyond or differing
+        is_measured = any(reading.bound is not None for reading in beyond)
+        self.readings = beyond if is_measured else differing
         if not differing:
             return []
         is_alike = self._units[0] == self._units[1]
@@ -211,11 +212,13 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
     if not tokens and "tokens:batch" in tensors:
         tokens = tensors["tokens:batch"][2]
+    elements = sum(entry[2] for key, entry in tensors.items() if key.startswith("grad:"))
     for name, x in row.items():
         column = COLUMNS.get(name, OTHER)
         is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))
         if x is not None and not is_own and column.unit not in UNLIKE:
-            entries[name] = Entry(name, str(x), number(x), tokens)
+            count = elements if column.unit == "norm" and elements else tokens
+            entries[name] = Entry(name, str(x), number(x), count)
     for key, (bits, norm, numel, *more) in tensors.items():
         kind = key.partition(":")[0]
         if kind == "grad":
@@ -227,12 +230,16 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
     return entries
 
 
+def _kinds(entries: Mapping[str, Entry]) -> set[str]:
+    """Return the kinds of recorded tensors."""
+    return {key.partition(":")[0] for key in entries if ":" in key}
+
+
 def _differences(
     step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
 ) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
-    kinds = [{entry.name for entry in entries.values()} for entries in (here, there)]
-    shared = kinds[0] & kinds[1]
+    shared = _kinds(here) & _kinds(there)
     entries = {**here, **there}
     for key in sorted(entries, key=lambda key: entries[key].place):
         entry = entries[key]

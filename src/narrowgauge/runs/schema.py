@@ -66,6 +66,7 @@ TABLES = {kind: _columns(table) for kind, table in _DATA.items()}
 STEP = TABLES["steps"]
 EVAL = TABLES["evals"]
 GAUGES = TABLES["gauges"]
+FINGERPRINTS = TABLES["fingerprints"]
 SUMMARY = TABLES["summary"]
 
 
