@@ -122,19 +122,6 @@ def test_codes_alone_are_not_the_paper_s_form() -> None:
         assert type(frozen["fc"]) is nn.Linear
 
 
-@pytest.mark.parametrize("name", ["T5", "Mamba", "SwitchT"])
-def test_code_that_reads_a_weight_gets_the_stored_one(name: str) -> None:
-    plain = zoo.build(name).eval()
-    model = quantize_for_inference(zoo.build(name), "int8-row")
-    inputs = zoo.inputs_of(name)
-    with torch.no_grad():
-        expected = plain(**inputs).logits
-        error = (model(**inputs).logits - expected).norm() / expected.norm()
-    assert 0 < error < 0.05
-    layer = next(layer for layer in model.modules() if isinstance(layer, QuantizedLinear))
-    assert torch.equal(torch.zeros(layer.weight.shape).copy_(layer.weight), layer.dequantize())
-
-
 @pytest.mark.parametrize(
     ("name", "reads", "pattern"),
     [("T5", 0, ""), ("SwitchT", 0, ""), ("Llama", 0, ""), ("Mamba", 2, r"\*\.dt_proj"), ("Jamba", 1, r"\*\.dt_proj")],
@@ -168,6 +155,7 @@ def test_a_stored_weight_is_widened_for_products_alone_and_these_are_told(
 
 def test_a_change_of_a_stored_weight_is_refused_however_it_is_made() -> None:
     layer = quantize_for_inference(holder(), "int8-row")["fc"]
+    assert torch.equal(torch.zeros(OUT, IN).copy_(layer.weight), layer.dequantize().bfloat16())
     for change in (
         lambda: layer.weight.data.add_(1),
         lambda: operator.setitem(layer.weight, 0, 1),

@@ -24,7 +24,7 @@ from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply
 from narrowgauge.matmul.operand import Operand, without_outer
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
-from narrowgauge.spec.kernels import kernel_for, needs_kernel
+from narrowgauge.spec.kernels import has_kernel, needs_kernel
 from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle
 
@@ -76,7 +76,7 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
         native = set()
         for name, row in COMPUTES.items():
             narrow = [product for product in row.products.values() if needs_kernel(product)]
-            if narrow and all(kernel_for(product, architecture) for product in narrow):
+            if narrow and all(has_kernel(product, architecture) for product in narrow):
                 native.add(name)
         assert native == computes, architecture
 

@@ -1,5 +1,4 @@
-"""Multiply the operands' own codes by PyTorch's GPU kernels, the rows of
-:mod:`narrowgauge.spec.kernels`.
+"""Multiply the operands' own codes by PyTorch's GPU kernel of :mod:`narrowgauge.spec.kernels`.
 
 The sides of the operands are padded, and the result is cropped. Casts write codes along the
 contraction, as kernels read them, so operands of whole sides are not copied. Codes, scales and
@@ -21,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul.operand import Operand, values_of
+from narrowgauge.spec import kernels
 from narrowgauge.spec.computes import Cast, Product
-from narrowgauge.spec.kernels import kernel_for
 from narrowgauge.torch_support import torch_names
 
 _SIDE = 16
@@ -32,7 +31,7 @@ _SIDE = 16
 def has_kernel(product: Product, device: torch.device) -> bool:
     """Return whether the device has a working kernel for the codes of a product."""
     architecture = architecture_of(device)
-    if architecture is None or kernel_for(product, architecture) is None:
+    if architecture is None or not kernels.has_kernel(product, architecture):
         return False
     return _works(product.left, product.right, device)
 
