@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -204,7 +205,7 @@ STATES: dict[str, tuple[Tensor | None, dict[str, tuple[str, float]], str]] = {
     "equal": (MATRIX, {}, "vectors that are exactly 1: 1, norm"),
     "a factor": (3 * MATRIX, {"other-weights": ("proj", 1)}, "proj         16      16       2       3"),
     "narrower": (MATRIX.bfloat16(), {}, "1 tensor: float32 → bfloat16"),
-    "a NaN": (MATRIX / MATRIX.triu(), {"other-weights": ("proj", 1), "nonfinite": ("proj", 1)}, "exactly 1"),
+    "a NaN": (MATRIX / MATRIX.triu(), {"other-weights": ("proj", 1), "nonfinite": ("proj", 6)}, "exactly 1"),
     "missing": (None, {"other-weights": ("proj", 1)}, "only in the first, or in another shape: proj"),
     "another shape": (MATRIX.view(2, 8), {"other-weights": ("proj", 1)}, "only in the second, or in another shape: proj"),
 }  # fmt: skip
@@ -245,6 +246,104 @@ def test_ties_of_two_modules_are_compared() -> None:
     result = ng.same(tied, server)
     ties = [line.partition(":")[0] for line in result.lines if line.startswith("tied")]
     assert not len(result) and ties == ["tied in the first alone"], result
+
+
+WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+
+
+def coded(dtype: torch.dtype, scale: Tensor, name: str, factor: float = 1.0) -> dict[str, Tensor]:
+    """Return codes of the weight, and the scales beside them, times a factor."""
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    values = (WEIGHT / scale).clamp(-largest, largest)
+    codes = values.to(dtype) if dtype.is_floating_point else values.round().to(dtype)
+    stored = factor * scale
+    if name == "exponents":
+        return {"w": codes, "w_scale": (stored[:, ::32].log2() + 127).to(torch.uint8)}
+    if name == "rows":
+        return {"w": codes, "w_scale": stored[:, 0]}
+    if name == "blocks":
+        return {"w": codes, "w_scale_inv": stored[::32, ::32].contiguous()}
+    return {"w": codes, "w_scale": stored[:1, :1].reshape(1)}
+
+
+F8 = torch.float8_e4m3fn
+SCALES = {
+    "one": (F8, WEIGHT.abs().amax() / 448 * torch.ones(64, 64)),
+    "rows": (torch.int8, (WEIGHT.abs().amax(1, True) / 127).expand(64, 64)),
+    "blocks": (F8, (WEIGHT.view(2, 32, 2, 32).abs().amax((1, 3)) / 448).repeat_interleave(32, 0).repeat_interleave(32, 1)),
+    "exponents": (F8, (WEIGHT.view(64, 2, 32).abs().amax(2) / 448).log2().ceil().exp2().repeat_interleave(32, 1)),
+}  # fmt: skip
+"""Scales of codes, as files hold them, by their form."""
+
+
+@pytest.mark.parametrize("form", SCALES)
+def test_codes_are_compared_at_their_scales(form: str) -> None:
+    dtype, scale = SCALES[form]
+    right = coded(dtype, scale, form)
+    wrong = coded(dtype, scale, form, 2.0)
+    for file in (right, right | {"w": right["w"].clone()}):
+        for pair in (({"w": WEIGHT}, file), (file, {"w": WEIGHT}), (file, right)):
+            assert not len(ng.same(*pair)), ng.same(*pair)
+    for pair, factor in ((({"w": WEIGHT}, wrong), 2.0), ((wrong, {"w": WEIGHT}), 0.5)):
+        result = ng.same(*pair)
+        (row,) = [row for row in result.rows if row["name"] == "w"]
+        assert [r.what for r in result] == ["other-weights"], result
+        assert row["factor"] == pytest.approx(factor, rel=0.02)
+
+
+@pytest.mark.parametrize("levels", [7.0, 0.875])
+def test_a_server_in_four_bits_is_of_rounding_and_one_that_is_cut_off_is_not(levels: float) -> None:
+    trainer = model_of()
+    server = copy.deepcopy(trainer)
+    weight = server.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        blocks = weight.view(-1, 32)
+        scale = blocks.abs().amax(1, keepdim=True) / 7
+        weight.copy_(((blocks / scale).round().clamp(-levels, levels) * scale).view_as(weight))
+    for pair in ((trainer, server), (server, trainer)):
+        result = ng.same(*pair, TOKENS)
+        assert result.ok == (levels == 7.0), result
+        assert result.ok == any("codes of weights move" in line for line in result.lines)
+
+
+class Halved(nn.Module):
+    """An RMS norm whose squares are summed in bfloat16, or as they should be."""
+
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.is_right = is_right
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        if self.is_right:
+            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        total = torch.zeros_like(x[..., :1])
+        for part in x.split(1, -1):
+            total = total + part * part
+        return x * torch.rsqrt(total / x.shape[-1] + 1e-6)
+
+
+def test_a_fault_sets_no_bound_whichever_side_it_is_on() -> None:
+    torch.manual_seed(0)
+    layers = nn.Embedding(61, 512).bfloat16(), nn.Linear(512, 61).bfloat16()
+    trainer = nn.Sequential(layers[0], Halved(True), layers[1])
+    server = nn.Sequential(layers[0], Halved(False), layers[1])
+    results = [ng.same(trainer, server, TOKENS), ng.same(server, trainer, TOKENS)]
+    places = [[(r.tensor, r.stage) for r in result] for result in results]
+    assert places[0] == places[1] and places[0][0] == ("1", "forward"), results[0]
+    assert any(line.startswith("  1: ") for line in results[1].lines)
+
+
+def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> None:
+    model = model_of()
+    other = edited(model, f"{LAYER}.self_attn.q_proj.weight", "data", 1.5)
+    save_distributed({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for weights in (model.state_dict(), tmp_path / "dcp"):
+        assert ng.same(model, weights, TOKENS).lines[-1] == "The bits are equal."
+        assert ng.same(weights, other, TOKENS)[-1].what == "other-outputs"
+        assert not len(ng.same(weights, model))
+    with pytest.raises(ng.errors.DataError, match="no forward pass"):
+        ng.same(model.state_dict(), model.state_dict(), TOKENS)
 
 
 class Lora(nn.Module):

@@ -68,29 +68,13 @@ def test_muons_stored_share_is_predicted_by_the_shape(lr: float) -> None:
     assert predicted == pytest.approx(share, abs=0.1)
 
 
-@pytest.mark.parametrize(("fused", "keeps"), [(True, True), (False, False)])
-def test_a_fused_kernel_stores_the_decay_that_others_round_away(fused: bool, keeps: bool) -> None:
-    ends = []
-    for decay in (0.0, 0.1):
-        start = 0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-        model, optimizer = one_weight(start, weight_decay=decay, fused=fused)
-        (prediction,) = predictions(model, optimizer)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(100):
-            model[0].grad = torch.randn(64, 64, generator=generator).bfloat16()
-            optimizer.step()
-        ends.append(model[0].detach().double())
-    shrink = 1 - float((ends[0] * ends[1]).sum() / ends[0].square().sum())
-    assert (shrink > 0.005) == keeps == (prediction["of_decay"] != 0.0), shrink
-
-
 def test_one_cause_is_one_reading() -> None:
     """The step, its decay and the second moment have one cure."""
     check = ng.check(
         *one_weight(torch.randn(64, 64), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1)
     )
     assert [r.what for r in check] == ["stored-share"] and share_of(check) < 0.2
-    assert check.lines[1].split()[-3:] == ["0", "0", "0"], check
+    assert check.lines[1].split()[-2:] == ["0", "0"], check
 
 
 def test_the_peak_of_a_schedule_counts_before_the_first_step_and_the_rate_after_it() -> None:
@@ -102,50 +86,32 @@ def test_the_peak_of_a_schedule_counts_before_the_first_step_and_the_rate_after_
     assert share_of(ng.check(model, optimizer)) < 0.9
 
 
-@pytest.mark.parametrize(("lr", "share"), [(0.03, 1.0), (0.015, 0.0)])
-def test_decay_below_a_quarter_of_a_spacing_is_swallowed(lr: float, share: float) -> None:
-    (prediction,) = predictions(*one_weight(torch.randn(8, 8), lr=lr, weight_decay=0.1))
-    assert prediction["of_decay"] == share
-
-
 class Own(torch.optim.Optimizer):
     """A sign rule of the user's own, which rounds as its option says."""
 
-    def __init__(self, params: Any, rounding: str, lr: float = 1e-5, decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": decay, "rounding": rounding})
+    def __init__(self, params: Any, rounding: str) -> None:
+        super().__init__(params, {"lr": 1e-5, "rounding": rounding})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                state = self.state[p]
                 change = -group["lr"] * p.grad.float().sign()
-                self.round(p, change, group, self.state[p])
-
-    def round(self, p: Tensor, change: Tensor, group: Any, state: Any) -> None:
-        decayed = p * (1 - group["lr"] * group["weight_decay"])
-        if group["rounding"] == "once":
-            p.copy_(p.float() * (1 - group["lr"] * group["weight_decay"]) + change)
-        elif group["rounding"] == "nearest":
-            p.copy_(decayed + change.to(p.dtype))
-        elif group["rounding"] == "kahan":
-            change = change + state.get("rest", 0.0)
-            p.copy_(decayed)
-            before = p.float().clone()
-            p.copy_(before + change)
-            state["rest"] = before + change - p.float()
-        elif group["rounding"] == "random":
-            bits = (p.float() + change).view(torch.int32) + torch.randint(1 << 16, p.shape)
-            p.copy_((bits.int() & -65536).view(torch.float32))
-        elif group["rounding"] == "master":
-            master = state.setdefault("master", p.float())
-            p.copy_(master.mul_(1 - group["lr"] * group["weight_decay"]).add_(change))
+                if group["rounding"] == "kahan":
+                    change += state.get("rest", 0.0)
+                    state["rest"] = change - ((p.float() + change).to(p.dtype) - p.float())
+                if group["rounding"] == "master":
+                    p.copy_(state.setdefault("master", p.float()).add_(change))
+                elif group["rounding"] == "random":
+                    bits = (p.float() + change).view(torch.int32) + torch.randint(1 << 16, p.shape)
+                    p.copy_((bits.int() & -65536).view(torch.float32))
+                else:
+                    p.add_(change)
 
 
-KEPT = {
-    "nearest": (False, False), "once": (False, True), "kahan": (True, False), "random": (True, False),
-    "master": (True, True),
-}  # fmt: skip
-"""Whether the low bits of a step, and of a decay, add up."""
+KEPT = {"nearest": False, "kahan": True, "random": True, "master": True}
+"""Whether the low bits of a step add up."""
 
 
 @pytest.mark.parametrize("rounding", KEPT)
@@ -153,15 +119,11 @@ def test_what_a_class_of_the_users_own_keeps_is_measured(rounding: str) -> None:
     weight = nn.Parameter(
         torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     )
-    model = nn.ParameterList([weight])
-    (stepped,) = set_up_of(model, Own(model.parameters(), rounding, decay=0.1)).trained
+    (stepped,) = set_up_of(nn.ParameterList([weight]), Own([weight], rounding)).trained
     before = torch.get_rng_state()
-    expected = list(KEPT[rounding])
-    if rounding == "random":
-        expected[1] = True  # its decay is lost, but there is none
-    assert low_bits_kept(stepped.optimizer, stepped.group, weight) == tuple(expected)
+    assert low_bits_kept(stepped.optimizer, stepped.group, weight) == KEPT[rounding]
     row, reason = predict(stepped)
-    assert (row["step"] == 1.0) == KEPT[rounding][0] and not reason
+    assert (row["step"] == 1.0) == KEPT[rounding] and not reason
     assert torch.equal(before, torch.get_rng_state()) and not stepped.optimizer.state
 
 

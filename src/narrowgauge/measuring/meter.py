@@ -29,6 +29,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 
+STEPS = "steps of the optimizer"
 STORED = "stored share of the step"
 OTHERWISE = 0.1
 """Fraction of the samples that a copy may step otherwise: kernels round the last elements of a vector
@@ -154,15 +155,21 @@ class Meter(Listener):
             if not torch.compiler.is_compiling():
                 self._measure("gradients that were not cleared", self._see_probe)
 
+        self._weight = take(self._probe)
         self._undo.callback(self._probe.register_hook(OwnHook(hook)).remove)
 
     def _see_probe(self) -> None:
         """Compare what is there before a gradient is added with the gradient of the last step."""
-        if self._kept is None and self._seen is not None:
-            before = self._gradient_of_probe()
-            self._kept = torch.zeros((), device=self._seen.device)
-            if before is not None:
-                self._kept = (before == self._seen).all() & before.any()
+        if self._seen is None:
+            return
+        before = self._gradient_of_probe()
+        # A later pass from nothing follows a zero_grad(), as after torch.autograd.grad in a loss.
+        if before is None:
+            self._kept = torch.zeros_like(self._seen[0])
+        elif self._kept is None:
+            self._kept = (before == self._seen).all() & before.any()
+        else:
+            self._kept = (self._kept != 0) & before.any()
 
     def _gradient_of_probe(self) -> Tensor | None:
         gradient = None if self._probe is None else gradient_of(self._probe)
@@ -280,11 +287,10 @@ class Meter(Listener):
             if not self._judged.get(key, True):
                 continue
             try:
-                if key not in self._judged and sample.weights.dtype in NARROW:
-                    is_kept, _ = low_bits_kept(optimizer, sample.group, sample.weights)
-                    if is_kept:
-                        words = f"{type(optimizer).__name__} keeps what rounding cuts"
-                        raise ArithmeticError(words)
+                is_new = key not in self._judged and sample.weights.dtype in NARROW
+                if is_new and low_bits_kept(optimizer, sample.group, sample.weights):
+                    words = f"{type(optimizer).__name__} keeps what rounding cuts"
+                    raise ArithmeticError(words)
                 numbers = repeated(optimizer, sample)
             except ArithmeticError as error:
                 self._judged[key] = False
@@ -306,11 +312,24 @@ class Meter(Listener):
         if self.has_stepped:
             self._measure("steps", lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped:
-            row["skipped"] = True  # or the row is of a micro-batch
+            self._measure("steps", self._add_skipped, row)
         row = {"step": self.number} | row | told | {"step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
+        if self._probe is not None:
+            self._weight = take(self._probe)
         self._listen(self.last)
+
+    def _add_skipped(self, row: Row) -> None:
+        """Take a step that was not seen for one that was skipped, or for a micro-batch, if a weight stands
+        still. A wrapper may step by other means.
+        """
+        if self._probe is None or STEPS in self.unseen:
+            return
+        if torch.equal(take(self._probe), self._weight):
+            row["skipped"] = True
+        else:
+            self.unseen[STEPS] = "optimizer.step() was not seen, and weights move"
 
     def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
         norms = read["norm"]

@@ -7,6 +7,7 @@ explains is measured: beside one of the passes run float64 shadows
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -28,12 +29,14 @@ from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
 from narrowgauge.measuring.units import FINEST, unit_of
-from narrowgauge.measuring.weights import Same, compare_weights
+from narrowgauge.measuring.weights import Same, Tensors, compare_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
 MARGIN = 4.0
 """Bounds over the roundings of one pass."""
+MOST_PLACES = 3
+"""Printed places that differ."""
 UNUSUAL = 1 / 16
 """Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
 more sets no bound.
@@ -48,14 +51,15 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
 
     Weights are compared first, without calling the models: values that differ, vectors that are
     exactly 1, values that are not finite, formats, ties, adapters. With ``batch``, both run in
-    evaluation mode. The one in fewer bits runs again beside float64 shadows: its roundings are the bounds
-    of modules' outputs and of log probabilities. Modules are paired by name. Both are as before at
+    evaluation mode. The one in fewer bits runs again beside float64 shadows, or both do: the smaller
+    roundings are the bounds of modules' outputs. Modules are paired by name. Both are as before at
     the end.
 
     Args:
         first: a module; a ``state_dict`` (clone its tensors before training), a ``.safetensors``
-            file, or a folder of them. With ``batch``: a module, or a function of the batch that
-            returns logits or log probabilities.
+            file, a folder of them, or a checkpoint of ``torch.distributed``. With ``batch``: a
+            module, a function of the batch that returns logits or log probabilities, or weights
+            alone beside a module, which runs with them.
         second: the same.
         batch: token ids ``[sequences, positions]``, or a dict with ``input_ids``, of arguments of
             both models.
@@ -66,7 +70,7 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         DataError: log probabilities of other numbers of tokens.
         RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
 
-    Cost: 7 ns a value. With a batch three passes, two more with shadows in float64, and memory for the
+    Cost: 7 ns a value. With a batch three passes, two or three more with shadows in float64, and memory for the
     outputs of three: pass few sequences.
 
     Example:
@@ -76,13 +80,56 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         The bits are equal.
     """
     result = Same()
-    kinds = nn.Module, str, Path, Mapping
-    if batch is None or (isinstance(first, kinds) and isinstance(second, kinds)):
+    if batch is None or (isinstance(first, HAS_WEIGHTS) and isinstance(second, HAS_WEIGHTS)):
         result = compare_weights(first, second)
-    if batch is not None:
-        with generators_put_back():
-            _compare_passes(first, second, batch, result)
+    if batch is None:
+        return result
+    ours = _module_of(first, second)
+    theirs = _module_of(second, first)
+    codes = [row["dtype"] for row in result.rows if row["is_coded"]]
+    with generators_put_back():
+        if codes and result.ok:
+            _add_formats(ours, theirs, batch, result)
+            # What codes keep of the weights is compared above: both compute with the same.
+            if codes[0].startswith(CODES):
+                theirs = _with_weights(theirs, first)
+            else:
+                ours = _with_weights(ours, second)
+            result.lines.append("With the weights of the codes on both sides:")
+        _compare_passes(ours, theirs, batch, result)
     return result
+
+
+HAS_WEIGHTS = (nn.Module, str, Path, Mapping)
+CODES = ("float8", "int8", "uint8")
+"""Beginnings of the names of formats of one byte."""
+
+
+def _module_of(side: Any, other: Any) -> Any:
+    """Return what can be called: of weights alone, a copy of the other side with these weights."""
+    if isinstance(side, nn.Module) or not isinstance(side, HAS_WEIGHTS):
+        return side
+    if not isinstance(other, nn.Module):
+        raise DataError(
+            "Cannot run the batch because weights alone have no forward pass.",
+            "Pass a module on one side.",
+        )
+    return _with_weights(other, side)
+
+
+def _with_weights(model: nn.Module, weights: Any) -> nn.Module:
+    """Return a copy of a model with other weights of its names, in its formats."""
+    twin = copy.deepcopy(model)
+    Tensors(weights).write_to(twin)
+    return twin
+
+
+def _add_formats(first: Any, second: Any, batch: Any, result: Same) -> None:
+    """Print by how much the codes of weights move log probabilities."""
+    values = [_log_probs(_run(side, batch, {}).values, batch) for side in (first, second)]
+    if all(isinstance(x, Tensor) for x in values):
+        rms = float((values[0] - values[1]).square().mean().sqrt())
+        result.lines.append(f"codes of weights move log probabilities by {rms:.2g} nats (RMS)")
 
 
 # ── a pass ────────────────────────────────────────────────────────────────────────────────────────
@@ -228,9 +275,11 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
         result.lines.append("The bits are equal.")
         return
     result.looked_at = "no difference is larger than rounding gives"
-    narrow = second if theirs.unit() > ours.unit() else first
+    shadowed = [second if theirs.unit() > ours.unit() else first]
+    if ours.unit() == theirs.unit():  # neither side sets its own bound
+        shadowed = [first, second]
     unit = max(ours.unit(), theirs.unit())
-    beside = _run(narrow, batch, forced, Wide())
+    beside = [_run(side, batch, forced, Wide()) for side in shadowed]
     if forced:
         theirs = _run(second, batch, forced)
     unusual = _compare_places(ours, theirs, beside, max(UNUSUAL, 16 * unit), result)
@@ -239,11 +288,17 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
         return
-    wide = Wide()
     exact = {place: forced[place] for place in unusual if forced}
-    values = _run(narrow, batch, exact, wide).values
-    noise = (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs() + unit
+    noises = [_noise(side, batch, exact) + unit for side in shadowed]
+    noise = min(noises, key=lambda values: float(values.norm()))
     _compare_log_probs(*log_probs, noise, result)
+
+
+def _noise(side: Any, batch: Any, forced: Outputs) -> Any:
+    """Return by how much roundings move the log probabilities of a side."""
+    wide = Wide()
+    values = _run(side, batch, forced, wide).values
+    return (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs()
 
 
 def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bool:
@@ -256,10 +311,13 @@ def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bo
 
 
 def _compare_places(
-    ours: Recording, theirs: Recording, beside: Recording, limit: float, result: Same
+    ours: Recording, theirs: Recording, beside: list[Recording], limit: float, result: Same
 ) -> list[str]:
     """Compare the outputs of modules, and add the reading of the first place that differs by more
     than roundings explain; return the places with unusual roundings.
+
+    Args:
+        beside: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
     """
     differences = {}
     bounds = {}
@@ -268,19 +326,29 @@ def _compare_places(
     for place, tensors in ours.outputs.items():
         if not are_alike(tensors, theirs.outputs.get(place)):
             continue
-        if place not in beside.shadows:
+        sizes = []
+        for recording in beside:
+            if place in recording.shadows:
+                pair = recording.outputs[place], recording.shadows[place]
+                sizes.append(distance(*pair))
+        if not sizes:
             unfollowed.append(place)
             continue
-        size = distance(beside.outputs[place], beside.shadows[place])
-        bounds[place] = MARGIN * min(size, limit) + 3 * unit_at(beside.outputs[place])
+        unit = max(unit_at(tensors), unit_at(theirs.outputs[place]))
+        bounds[place] = MARGIN * min(*sizes, limit) + 3 * unit
         differences[place] = distance(tensors, theirs.outputs[place])
-        if size > limit:
+        if max(sizes) > limit:
             unusual.append(place)
-            words = f"{place}: roundings there move it by {size:.2g}, more than usual"
+            words = f"{place}: roundings there move it by {max(sizes):.2g}, more than usual"
             result.lines.append(words)
     number = sum(value > 0 for value in differences.values())
     count = counted(len(differences), "place")
     result.lines.append(f"outputs: {number} of {count} of modules differ")
+    ordered = sorted(differences, key=lambda place: differences[place] / bounds[place])
+    for place in ordered[: -MOST_PLACES - 1 : -1]:
+        if differences[place]:
+            words = f"{differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
+            result.lines.append(f"  {place}: {words}")
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     wrong = [place for place, value in differences.items() if value > bounds[place]]
@@ -297,17 +365,18 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> N
             "second model gives another number.",
             "Give both the same tokens.",
         )
-    off = (theirs - ours).abs()
-    mean, largest = float(off.mean()), float(off.max())
-    mean_noise, largest_noise = float(noise.mean()), float(noise.max())
+    numbers = []
+    for x in (theirs - ours, noise):
+        numbers.append((float(x.square().mean().sqrt()), float(x.abs().max())))
+    (rms, largest), (rms_noise, largest_noise) = numbers
     result.lines.append(
-        f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
-        f"largest {largest:.2g}; rounding alone: {mean_noise:.2g}, {largest_noise:.2g}"
+        f"log probabilities of {counted(len(ours), 'token')}: RMS difference {rms:.2g} nats, "
+        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
     )
-    for value, bound in ((mean, MARGIN / 2 * mean_noise), (largest, MARGIN * largest_noise)):
+    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
         if value > bound:
-            numbers = value, 0.0, bound
-            reading = measured("other-outputs", "log probabilities", *numbers, stage="loss")
+            place = "log probabilities"
+            reading = measured("other-outputs", place, value, 0.0, bound, stage="loss")
             result.readings.append(reading)
             return
 

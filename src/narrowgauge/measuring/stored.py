@@ -1,9 +1,9 @@
 """Predict, before the run, which fraction of an update the format of a weight stores.
 
-Four numbers of each tensor: of the step, of the weight decay, of the change of Adam's second moment,
-and of its epsilon. They have one cure: a storage that keeps low bits, or masters. A copy of the
-optimizer steps some elements (:mod:`narrowgauge.measuring.twin`), so no class is known by its name but
-Muon, whose step reads a whole matrix. The share is the audit's (EDQ), so it compares with the run.
+Three numbers of each tensor: of the step, of the change of Adam's second moment, and of its epsilon.
+They have one cure: a storage that keeps low bits, or masters. A copy of the optimizer steps some
+elements (:mod:`narrowgauge.measuring.twin`), so no class is known by its name but Muon, whose step
+reads a whole matrix. The share is the audit's (EDQ), so it compares with the run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ELEMENTS = 64
 """Elements of a step that is read."""
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
-SHARES = ("step", "of_decay", "second_moment", "eps")
+SHARES = ("step", "second_moment", "eps")
 _SHOWN = {
     "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
-    "stored of step": "step", "of decay": "of_decay", "of second moment": "second_moment", "of eps": "eps",
+    "stored of step": "step", "of second moment": "second_moment", "of eps": "eps",
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ class Copy:
 
     Attributes:
         shares: of the second moment and of eps, where they are lost.
-        keeps_step, keeps_decay: whether what rounding cuts of a step, and of a decay, adds up.
+        keeps_step: whether what rounding cuts of a step adds up.
         sizes: typical steps of random elements, as many as are read.
         over_gradient: their size over the gradient's; 0 if the gradient does not decide it.
         error: why there is no copy.
@@ -56,7 +56,6 @@ class Copy:
 
     shares: Row = field(default_factory=dict)
     keeps_step: bool = False
-    keeps_decay: bool = False
     sizes: Tensor | None = None
     over_gradient: float = 0.0
     error: str = ""
@@ -102,8 +101,6 @@ def predict(
         if seen.over_gradient and gradient is None:
             return row, "its steps are as long as the gradient; pass batch="
         row["step"] = _stored_share(p, _direction(p, rate * matrix, seen, gradient))
-    if rate * decay and not seen.keeps_decay:
-        row["of_decay"] = float(rate * decay >= torch.finfo(p.dtype).eps / 4)
     return row, ""
 
 
@@ -124,11 +121,10 @@ def _copy(stepped: Stepped, rate: float) -> Copy:
             if isinstance(optimizer, Optimizer):
                 storage = optimizer.storage_of(p)
                 seen.keeps_step = bool(storage.beside) or storage.weight.rounding != "nearest"
-                seen.keeps_decay = True
             elif not _size_of_matrix(stepped):
                 seen.shares = _of_states(optimizer, group, p)
                 if p.dtype in NARROW:
-                    seen.keeps_step, seen.keeps_decay = low_bits_kept(optimizer, group, p)
+                    seen.keeps_step = low_bits_kept(optimizer, group, p)
             if p.dtype in NARROW and not seen.keeps_step and not _size_of_matrix(stepped):
                 _add_sizes(seen, stepped, {"lr": rate} if "lr" in group else {})
     except ArithmeticError as error:

@@ -31,8 +31,6 @@ STEP = 0.15
 """Step of a probe over the gap between two values of a format: rounding to nearest loses it, and three
 times as much.
 """
-DECAY = 3 * STEP
-"""Decay of a probe: lost alone, and not lost if it is rounded together with the step."""
 VALUE = -1.5
 """Of the weights of a probe, which step up: 16 such steps meet no other gap."""
 RATE = 2.0**-10
@@ -86,6 +84,8 @@ class Twin:
         chosen = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
         for name, value in (options or {}).items():
             before = chosen.get(name)
+            if before is None:  # another rule has no such option
+                continue
             chosen[name] = value
             if isinstance(before, Tensor):
                 chosen[name] = torch.full_like(before, value)
@@ -142,41 +142,30 @@ def wide_of(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.element_size() > 2 else torch.float32, copy=True)
 
 
-def low_bits_kept(
-    optimizer: AnyOptimizer, group: Mapping[str, Any], p: Tensor
-) -> tuple[bool, bool]:
-    """Return whether steps that are less than half the gap between two weights add up, and whether
-    such a decay adds up beside them.
-
-    Kahan sums, random roundings and masters in states add up. What is rounded once with the step
-    keeps the decay.
+def low_bits_kept(optimizer: AnyOptimizer, group: Mapping[str, Any], p: Tensor) -> bool:
+    """Return whether steps that are less than half the gap between two weights add up, as with Kahan
+    sums, random roundings and masters in states.
 
     Raises:
         ArithmeticError: the class has no copy.
     """
     start = torch.full((64,), VALUE, dtype=p.dtype, device=p.device)
     gap = torch.finfo(p.dtype).eps
-    still = {"weight_decay": 0.0} if group.get("weight_decay") else {}
     with no_trace():
-        size = _moved(optimizer, group, wide_of(start), lr=RATE, **still)[0] / RATE
-        rate = STEP * gap / (size or 1.0)
-        wide, largest = _moved(optimizer, group, wide_of(start), lr=rate, **still)
-        if not STEP / 2 < wide / gap < 2 * STEP or largest > DECAY * gap:
-            return False, True  # the rate does not decide the step
-        narrow, _ = _moved(optimizer, group, start, lr=rate, **still)
-        decay = {"weight_decay": -DECAY / STEP * size / VALUE} if still else {}
-        wide_decayed, _ = _moved(optimizer, group, wide_of(start), lr=rate, **decay)
-        narrow_decayed, _ = _moved(optimizer, group, start, lr=rate, **decay)
-    decayed = wide_decayed - wide
-    is_decoupled = decayed > DECAY * gap / 2
-    return narrow > wide / 2, not is_decoupled or narrow_decayed - narrow > decayed / 2
+        size, _ = _moved(optimizer, group, wide_of(start), RATE)
+        rate = STEP * gap * RATE / (size or 1.0)
+        wide, largest = _moved(optimizer, group, wide_of(start), rate)
+        if not STEP / 2 < wide / gap < 2 * STEP or largest > 3 * STEP * gap:
+            return False  # the rate does not decide the step
+        narrow, _ = _moved(optimizer, group, start, rate)
+    return narrow > wide / 2
 
 
 def _moved(
-    optimizer: AnyOptimizer, group: Mapping[str, Any], start: Tensor, **options: float
+    optimizer: AnyOptimizer, group: Mapping[str, Any], start: Tensor, rate: float
 ) -> tuple[float, float]:
-    """Return the mean change of steps whose gradient is -1, and the largest."""
-    twin = Twin(optimizer, group, start.clone(), options=options)
+    """Return the mean change of steps whose gradient is -1, and the largest, without a decay."""
+    twin = Twin(optimizer, group, start.clone(), options={"lr": rate, "weight_decay": 0.0})
     gradient = torch.full_like(start, -1.0)
     changes = [float(twin.step(gradient).mean()) for _ in range(PROBES)]
     return fmean(changes), max(changes)
