@@ -26,8 +26,10 @@ def test_runs_in_view_asked_by_name_are_planned_as_documented(published: Any) ->
     assert statistics.mean(errors) < 0.20 and statistics.median(errors) < 0.11
     for kind in ("dense", "mixture", "adapters"):
         chosen = [fact for fact in speeds if fact.kind == kind]
-        assert 0.73 <= statistics.mean(fact.is_inside for fact in chosen) <= 0.85
-        assert published.held_by_others(chosen) >= 0.69
+        # Quantiles of 23 adapters are coarse: 17 lie inside.
+        inside, held = (0.73, 0.69) if kind == "adapters" else (0.75, 0.7)
+        assert inside <= statistics.mean(fact.is_inside for fact in chosen) <= 0.85
+        assert published.held_by_others(chosen) >= held
         assert published.ends_of(chosen) == pytest.approx(ERRORS["speed"][kind]["ends"], abs=2e-3)
 
 
