@@ -3,8 +3,7 @@ them.
 
 Claim: none of its own. A row says how a peer is made over bfloat16 parameters, and where the rest of
 a weight lies, if it keeps any. Each uses its own defaults; what rounds the weight stochastically is
-a row of its own. Baseline: named by each benchmark. FlashOptim is no row: it refuses machines
-without CUDA.
+a row of its own. Baseline: named by each benchmark. FlashOptim refuses machines without CUDA.
 """
 
 from __future__ import annotations
@@ -80,13 +79,14 @@ def _peers() -> list[Peer]:
     ecc = {"ecc": "bf16+8", "param_ecc": "bf16+8"}
     return [
         *peers,
+        Peer("FlashOptim AdamW", "flashoptim", "flashoptim", "FlashAdamW", {}),
         Peer("optimi AdamW Kahan", "torch-optimi", "optimi", "AdamW", kahan, with_compensation, True),
         Peer("heavyball AdamW ecc", "heavyball", "heavyball", "AdamW", ecc, with_ecc, True),
     ]  # fmt: skip
 
 
 PEERS = _peers()
-PACKAGES = ("bitsandbytes", "torchao", "torch-optimi", "heavyball")
+PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi", "heavyball")
 
 
 def reason(error: Exception) -> str:

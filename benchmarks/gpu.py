@@ -4,9 +4,8 @@ Correctness: steps and casts, compiled for the device, against the definition ru
 no bit may differ. Layers against the CPU's, within a hundredth. After a failed check nothing is
 timed, and the status is 1.
 
-Times: the optimizer's step, over torch's fused float32 AdamW, with peers beside it; a linear layer
-forward and backward, compiled, over bfloat16, with torchao's float8 layers beside it. A peer that
-is not installed or cannot run says why. ``./dev bench trainings`` trains on the device.
+Times: the steps and layers of ``./dev bench speed``, which keeps them. ``./dev bench trainings``
+trains on the device.
 
 Run: ``./dev gpu [--quick]``. Without a CUDA device the status is 2. ``--rehearse``
 runs each line on the CPU at small sizes and measures nothing.
@@ -17,15 +16,13 @@ from __future__ import annotations
 import multiprocessing
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from _peers import PEERS, Peer, reason
-from _timing import Contender, Row, begin, measure, nothing, parameters, parser, show
+from _peers import reason
+from _timing import Row, begin, parser, show
+from speed import OPTIONS, report_layers, report_steps
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -37,14 +34,6 @@ from narrowgauge.torch_support.compile import compiled
 from narrowgauge.torch_support.proof import draw, first_difference
 from narrowgauge.torch_support.triton import LAUNCH
 
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
-TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nvfp4", "int8-row")
-TIMED_PEERS = (
-    "FlashOptim AdamW", "torchao AdamW8bit stochastic", "bitsandbytes AdamW8bit", "optimi AdamW Kahan",
-)  # fmt: skip
-FUSED = "torch fused AdamW"
-BFLOAT16 = "bfloat16"
 PROCESSES = 14
 
 
@@ -181,94 +170,7 @@ def compiled_row(rule: Any, storage: Storage, sm: int) -> Row:
     }
 
 
-# ── times ─────────────────────────────────────────────────────────────────────────────────────────
-
-Makers = dict[str, Callable[[], Any]]
-"""What makes the function that is timed, by the name of the row."""
-
-
-def time_table(title: str, makers: Makers, device: str, options: Any) -> None:
-    """Time each contender beside the first, one at a time, since a device may hold no more."""
-    (baseline, make_baseline), *others = makers.items()
-    wait = torch.cuda.synchronize if device == "cuda" else nothing
-    settings: dict[str, Any] = {"warmup": 3, "wait": wait, "clock": time.perf_counter}
-    rows: list[Row] = []
-    for name, make in others:
-        try:
-            pair = [Contender(baseline, make_baseline()), Contender(name, make())]
-            rounds = 2 if options.quick else options.rounds
-            rows.append(measure(pair, rounds=rounds, **settings)[1])
-        except Exception as error:  # a peer is not installed, or a kernel is not for this device
-            rows.append({"": name, "why not": reason(error)})
-        torch.cuda.empty_cache()
-    show(f"{title}; ratio to {baseline}", rows)
-
-
-def steps(device: str, options: Any) -> None:
-    """Time steps."""
-    count = 64 if device == "cuda" and not options.quick else 2
-    large = (2048, 8192) if device == "cuda" else (256, 64)
-    kinds: dict[str, Callable[..., Any]] = {}
-    for storage in TIMED_STORAGES:
-        ours = {"storage": storage, "compile": device == "cuda"}
-        kinds[storage] = partial(ng.AdamW, audit_every=0, **ours)
-    # The default audits every tenth step.
-    kinds["word, always audited"] = partial(kinds["word"], audit_every=1)
-    flashoptim = Peer("FlashOptim AdamW", "flashoptim", "flashoptim", "FlashAdamW", {})
-    for peer in (flashoptim, *PEERS):
-        if peer.name in TIMED_PEERS:
-            kinds[peer.name] = peer.make
-    for title, shapes in (
-        ("large tensors", [large] * count),
-        ("of a million", [(1024, 1024)] * (count // 2)),
-        ("tensors of 8,192", [(128, 64)] * (20 if options.quick else 300)),
-    ):
-
-        def step_of(kind: Any, dtype: torch.dtype = torch.bfloat16, shapes: Any = shapes) -> Any:
-            return kind(parameters(shapes, dtype, device), **OPTIONS).step
-
-        fused = partial(torch.optim.AdamW, fused=True)
-        makers: Makers = {FUSED: partial(step_of, fused, torch.float32)}
-        makers |= {name: partial(step_of, kind) for name, kind in kinds.items()}
-        time_table(f"step, {len(shapes)} {title}", makers, device, options)
-
-
-def torchao_layers(recipe: str, model: nn.Module) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-
-
-def our_layers(name: str, model: nn.Module) -> None:
-    compute = COMPUTES[name.removesuffix(" fast")]
-    if name.endswith(" fast"):
-        products = {}
-        for place, product in compute.products.items():
-            products[place] = replace(product, accumulation="fast")
-        compute = replace(compute, **products)  # as torchao's rowwise
-    ng.swap_linears(model, lambda _: compute)
-
-
-def layers(device: str, options: Any) -> None:
-    """Time layers."""
-    side, tokens = (4096, 8192) if device == "cuda" else (64, 32)
-
-    def passes(change: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-        wide = nn.Linear(side, 4 * side, bias=False, device=device, dtype=torch.bfloat16)
-        model = nn.Sequential(wide)
-        change(model)
-        x = torch.randn(tokens, side, device=device, dtype=torch.bfloat16, requires_grad=True)
-        called = torch.compile(model, disable=device == "cpu")
-        slope = torch.randn(tokens, 4 * side, device=device, dtype=torch.bfloat16)
-        return lambda: called(x).backward(slope)
-
-    makers: Makers = {BFLOAT16: partial(passes, lambda model: None)}
-    for name in TIMED_COMPUTES:
-        makers[name] = partial(passes, partial(our_layers, name))
-    for recipe in ("tensorwise", "rowwise"):
-        makers[f"torchao float8 {recipe}"] = partial(passes, partial(torchao_layers, recipe))
-    title = f"linear layer {side} × {4 * side}, {tokens} tokens, forward and backward, compiled"
-    time_table(title, makers, device, options)
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,8 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cpu" if options.rehearse else "cuda"
     all_pass = correctness(device, options)
     if all_pass:
-        steps(device, options)
-        layers(device, options)
+        rounds = 2 if options.quick else options.rounds
+        report_steps(rounds, options.quick)
+        report_layers(rounds, options.quick)
     return int(not all_pass)
 
 

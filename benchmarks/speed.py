@@ -6,13 +6,16 @@ kernels are compiled.
 
 - ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights, and
   over the same on bfloat16 weights. A round is ten steps. The ratio depends on the memory: its
-  speed is that of the fused step. Peers that are not installed are left out with a line.
+  speed is that of the fused step. Each run appends its rows to ``benchmarks/steps.jsonl``.
 - ``layers``: forward and backward of a small layer, and of a large one, over ``nn.Linear`` in
   bfloat16.
 - ``first``: the first step of a process, from an empty and from a warm cache, without the import.
 - ``watch``: steps of a loop under ``ng.watch``, over the same steps unwatched.
 - ``memory``: the highest memory of a step, beside the plan of the same model and batch. The model
   has the shape of Collage's (2405.03637) at an eighth of its width; on Linux, with transformers.
+
+Steps and layers are those of the CUDA device where there is one. What is not installed or cannot
+run is left out with a line that says why.
 
 Run: ``./dev bench speed [--only NAME ...] [--quick]``; ``ATEN_CPU_CAPABILITY=avx2`` measures code
 for AVX2.
@@ -21,6 +24,8 @@ for AVX2.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import multiprocessing
 import os
@@ -29,18 +34,24 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from _peers import PACKAGES, PEERS, reason
-from _timing import Contender, Row, begin, exit_by, measure, parameters, parser, show
+from _conditions import ROOT, conditions
+from _peers import PACKAGES, PEERS, Peer, reason
+from _timing import Contender, Row, begin, exit_by, load, measure, parameters, parser, show
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.trainer import language_model
 
+FILE = Path(__file__).with_name("steps.jsonl")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 10
@@ -50,23 +61,65 @@ FUSED_BFLOAT16 = "torch fused bfloat16"
 FUSED_BYTES = 40
 """Bytes of a parameter that the clipped fused step moves: 12 of the clipping."""
 LINEAR = "nn.Linear"
-VOCABULARY = 4096
-SIZES = {
-    "33.5 M parameters": [(8192, 4096)],
-    "64 tensors of 1,048,576": [(1024, 1024)] * 64,
-    "one tensor of 8,388,608": [(4096, 2048)],
-    "300 tensors of 8,192": [(128, 64)] * 300,
-    "300 tensors of 64": [(8, 8)] * 300,
-    "6 tensors of 64": [(8, 8)] * 6,
+LAYERS = {
+    "cpu": ("float8-row", "int8-row", "mxfp8"),
+    "cuda": ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nvfp4", "int8-row"),
 }
+TORCHAO = "torchao float8 "
+VOCABULARY = 4096
+Shapes = Sequence[tuple[int, ...]]
+SIZES: dict[str, dict[str, Shapes]] = {
+    "cpu": {
+        "33.5 M": [(8192, 4096)],
+        "64 of 1,048,576": [(1024, 1024)] * 64,
+        "8.4 M": [(4096, 2048)],
+        "300 of 8,192": [(128, 64)] * 300,
+        "300 of 64": [(8, 8)] * 300,
+        "6 of 64": [(8, 8)] * 6,
+    },
+    "cuda": {
+        "268 M": [(2048, 8192)] * 16,
+        "32 of 1,048,576": [(1024, 1024)] * 32,
+        "300 of 8,192": [(128, 64)] * 300,
+    },
+}
+QUICK: dict[str, Shapes] = {"20 of 8,192": [(128, 64)] * 20}
 
 
-# ── steps and layers ──────────────────────────────────────────────────────────────────────────────
+def timed(
+    makers: dict[str, Callable[[], Callable[[], object]]], rounds: int, **kind: Any
+) -> list[Row]:
+    """Return a row for each function that its maker makes and that runs here, the baseline first.
+
+    Args:
+        makers: by the name of a row.
+        rounds: how many are timed.
+        kind: how :class:`Contender` counts a call.
+    """
+    contenders = []
+    for name, make in makers.items():
+        try:
+            run = make()
+            run()
+        except Exception as error:  # a peer is not installed, or not for this device
+            print(f"{name}: {reason(error)}")
+        else:
+            contenders.append(Contender(name, run, **kind))
+    if DEVICE == "cpu":
+        return measure(contenders, rounds=rounds)
+    wait = torch.cuda.synchronize
+    return measure(contenders, rounds=rounds, warmup=3, wait=wait, clock=time.perf_counter)
 
 
-def clipped_steps(name: str, optimizer: torch.optim.Optimizer) -> Contender:
+# ── steps ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def clipped_steps(
+    kind: Callable[..., Any], dtype: torch.dtype, shapes: Shapes
+) -> Callable[[], None]:
     """Return the steps of a round: clipped by torch, unless by the optimizer."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters(shapes, dtype, DEVICE)
+    optimizer = kind(params, **OPTIONS)
 
     def run() -> None:
         for _ in range(STEPS):
@@ -74,59 +127,111 @@ def clipped_steps(name: str, optimizer: torch.optim.Optimizer) -> Contender:
                 nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
 
-    return Contender(name, run, per_call=STEPS)
+    return run
 
 
-def steps(shapes: Sequence[tuple[int, ...]]) -> list[Contender]:
-    """Return the step of each storage, and of each peer that works here."""
-    fused = torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS)
-    narrow = torch.optim.AdamW(parameters(shapes, torch.bfloat16), fused=True, **OPTIONS)
-    contenders = [clipped_steps(FUSED, fused), clipped_steps(FUSED_BFLOAT16, narrow)]
-    kinds: dict[str, dict[str, Any]] = {name: {"storage": name} for name in STORAGES}
-    kinds["word, no audit"] = {"audit_every": 0}
+def steps(shapes: Shapes, rounds: int, peers: Sequence[Peer]) -> list[Row]:
+    """Return a row for the step of each storage, and of each peer that works here."""
+    fused = partial(torch.optim.AdamW, fused=True)
+    makers = {FUSED: partial(clipped_steps, fused, torch.float32, shapes)}
+    ours = partial(ng.AdamW, compile=True, max_grad_norm=1.0)
+    kinds: dict[str, Callable[..., Any]] = {FUSED_BFLOAT16: fused}
+    for storage in STORAGES:
+        kinds[storage] = partial(ours, storage=storage)
+    kinds["word, no audit"] = partial(ours, storage="word", audit_every=0)
+    kinds["word, always audited"] = partial(ours, storage="word", audit_every=1)
+    for peer in peers:
+        if not peer.spoils_gradients:
+            kinds[peer.name] = peer.make
     for name, kind in kinds.items():
-        kind |= {"compile": True, "max_grad_norm": 1.0, **OPTIONS}
-        contenders.append(clipped_steps(name, ng.AdamW(parameters(shapes, torch.bfloat16), **kind)))
-    for peer in PEERS:
-        if peer.spoils_gradients:
-            continue
-        try:
-            optimizer = peer.make(parameters(shapes, torch.bfloat16), **OPTIONS)
-            optimizer.step()
-        except Exception as error:  # not installed, or not for this device
-            print(f"{peer.name}: {reason(error)}")
-        else:
-            contenders.append(clipped_steps(peer.name, optimizer))
-    return contenders
-
-
-def show_steps(title: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> None:
-    """Measure and print the step of tensors of shapes."""
-    rows = measure(steps(shapes), rounds=rounds)
-    fused, narrow, *_ = rows
+        makers[name] = partial(clipped_steps, kind, torch.bfloat16, shapes)
+    rows = timed(makers, rounds, per_call=STEPS)
     for row in rows:
-        row["over bfloat16"] = row["median ms"] / narrow["median ms"]
+        row["over bfloat16"] = row["median ms"] / rows[1]["median ms"]
         row["µs a tensor"] = 1e3 * row["median ms"] / len(shapes)
-    num_bytes = FUSED_BYTES * sum(math.prod(shape) for shape in shapes)
-    speed = num_bytes * torch.get_num_threads() / (1e6 * fused["median ms"])
-    show(f"one step of {title}; the fused step moves {speed:.3g} GB/s", rows)
+    return rows
 
 
-def layers(compiled: bool, tokens: int = 32, width: int = 64) -> list[Contender]:
-    """Return passes of linear layers; by default so small that the host is what takes time."""
-    contenders = []
-    for name in (LINEAR, "float8-row", "int8-row", "mxfp8"):
-        layer: Any = nn.Sequential(nn.Linear(width, width, bias=False).bfloat16())
-        if name != LINEAR:
-            ng.swap_linears(layer, name)
-        called = torch.compile(layer) if compiled else layer
-        x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+def keep(tensors: str, rows: Sequence[Row]) -> None:
+    """Append the ratios of a run to the records, under its conditions."""
+    texts = [ROOT / "src/narrowgauge/optim/table.py"]
+    texts += sorted((ROOT / "src/narrowgauge/optim/cpp").glob("*.h"))
+    digests = {}
+    for path in texts:
+        name = f"text: {path.relative_to(ROOT).as_posix()}"
+        digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    with FILE.open("a", encoding="utf-8") as stream:
+        for row in rows:
+            record = {"row": row[""], "tensors": tensors, "load": load()}
+            record |= {"over float32": round(row["ratio"], 3)}
+            record |= {"over bfloat16": round(row["over bfloat16"], 3)}
+            record |= conditions() | {"digests": {row[""]: digests}}
+            stream.write(json.dumps(record) + "\n")
 
-        def run(called: Any = called, x: Tensor = x) -> None:
-            called(x).sum().backward()
 
-        contenders.append(Contender(name, run))
-    return contenders
+def report_steps(rounds: int, is_quick: bool) -> None:
+    """Measure, print and keep the steps of all sizes."""
+    for tensors, shapes in (QUICK if is_quick else SIZES[DEVICE]).items():
+        rows = steps(shapes, rounds, () if is_quick else PEERS)
+        num_bytes = FUSED_BYTES * sum(math.prod(shape) for shape in shapes)
+        num_threads = torch.get_num_threads() if DEVICE == "cpu" else 1
+        speed = num_bytes * num_threads / (1e6 * rows[0]["median ms"])
+        show(f"one step of {tensors} parameters; the fused step moves {speed:.3g} GB/s", rows)
+        if not is_quick:
+            keep(tensors, rows)
+
+
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def narrowed(layer: nn.Module, name: str) -> None:
+    """Give a model of one layer the products of a row."""
+    if name.startswith(TORCHAO):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        recipe = Float8LinearConfig.from_recipe_name(name.removeprefix(TORCHAO))
+        convert_to_float8_training(layer, config=recipe)
+    elif name != LINEAR:
+        compute = COMPUTES[name.removesuffix(" fast")]
+        if name.endswith(" fast"):  # as torchao's rowwise
+            products = {}
+            for place, product in compute.products.items():
+                products[place] = replace(product, accumulation="fast")
+            compute = replace(compute, **products)
+        ng.swap_linears(layer, lambda _: compute)
+
+
+def passes(name: str, compiled: bool, tokens: int, sides: tuple[int, int]) -> Callable[[], None]:
+    """Return forward and backward of a linear layer."""
+    wide = nn.Linear(*sides, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    layer = nn.Sequential(wide)
+    narrowed(layer, name)
+    called = torch.compile(layer) if compiled else layer
+    x = torch.randn(tokens, sides[0], dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    slope = torch.randn(tokens, sides[1], dtype=torch.bfloat16, device=DEVICE)
+
+    def run() -> None:
+        called(x).backward(slope)
+
+    return run
+
+
+def report_layers(rounds: int, is_quick: bool) -> None:
+    """Measure and print linear layers; in the small one the host is what takes time."""
+    names = [LINEAR, *LAYERS[DEVICE]]
+    cases = [("eager", 32, (64, 64), 20 * rounds)]
+    if not is_quick:
+        cases.append(("compiled", 32, (64, 64), 20 * rounds))
+        cases.append(("eager", 4096, (2048, 2048), 3))
+    if DEVICE == "cuda":
+        names += [f"{TORCHAO}tensorwise", f"{TORCHAO}rowwise"]
+        cases.append(("compiled", 8192, (4096, 16384), rounds))
+    for how, tokens, sides, number in cases:
+        makers = {}
+        for name in names:
+            makers[name] = partial(passes, name, how == "compiled", tokens, sides)
+        rows = timed(makers, number)
+        show(f"linear layer {sides[0]} × {sides[1]}, {tokens} tokens, both ways, {how}", rows)
 
 
 # ── in a process of their own ─────────────────────────────────────────────────────────────────────
@@ -256,17 +361,9 @@ def report_part(part: str, options: argparse.Namespace) -> None:
     quick = options.quick
     rounds = 2 if quick else options.rounds
     if part == "steps":
-        for title, shapes in (
-            {"20 tensors of 8,192": [(128, 64)] * 20} if quick else SIZES
-        ).items():
-            show_steps(title, shapes, rounds)
+        report_steps(rounds, quick)
     elif part == "layers":
-        for how in ("eager", "compiled"):
-            rows = measure(layers(how == "compiled"), rounds=20 * rounds)
-            show(f"forward and backward of a 64 × 64 layer, {how}", rows)
-        if not quick:
-            rows = measure(layers(False, 4096, 2048), rounds=3)
-            show("forward and backward of 4,096 tokens in a 2,048 × 2,048 layer", rows)
+        report_layers(rounds, quick)
     elif part == "first":
         show("first step", first_steps(STORAGES[:1] if quick else STORAGES))
     elif part == "watch":
