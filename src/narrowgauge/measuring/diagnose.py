@@ -26,7 +26,9 @@ from narrowgauge.runs.schema import number
 
 FLAGS = {
     "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
-    "evaluations": "recorder.evaluate(loss)", "casts of layers": "gauges_every=20", "audits": "audit_every=10",
+    "gradient norms": "recorder.step(grad_norm=)", "evaluations": "recorder.evaluate(loss)",
+    "audits": "audit_every=10",
+    COLUMNS["hashes"].area: "fingerprints_every=20",
 }  # fmt: skip
 """Calls and options that some areas need."""
 FIRST = 2
@@ -38,8 +40,6 @@ OUTSIDE = {
     "labels and masks": "",
 }
 """What no record shows."""
-UNREAD = ("loss", "norm", "size", "share")
-"""Units of columns that a law could judge."""
 _OF_ROWS = ("ng.watch", "recorder.step")
 """Who measures the kinds that the laws read again from the rows."""
 
@@ -80,9 +80,6 @@ class Diagnosis(Readings):
         if not self.is_finished:
             self.verdict += " The run is not finished."
         self.lines = [f"{self.name}: {self.verdict}"]
-        unread = unread_of(run)
-        if unread and not self.readings:
-            self.lines.append(f"Recorded, and no law reads it: {', '.join(unread)}.")
         self.lines += [f"Not read: {note}." for note in run.notes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,9 +139,16 @@ def is_finished(run: Run) -> bool:
 
 
 def steps_of(run: Run) -> Iterator[Step]:
-    """Yield the steps that a record holds, samples of the gauges after the step that they are of."""
-    files = (map(Step.of, run.steps), map(Step.of, run.evals), map(Step.of_gauges, run.gauges))
+    """Yield the steps that a record holds."""
+    files = [map(Step.of, run.steps), map(Step.of, run.evals)]
+    if ranks_of(run) > 1:
+        files.append(map(Step.of_fingerprints, run.fingerprints))
     return heapq.merge(*files, key=attrgetter("step"))
+
+
+def ranks_of(run: Run) -> int:
+    """Return the number of ranks of a run."""
+    return int(run.run.get("machine", {}).get("ranks", 1))
 
 
 def areas_of(run: Run) -> list[str]:
@@ -153,8 +157,8 @@ def areas_of(run: Run) -> list[str]:
     """
     has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
     absent = {"use of the device", "stored updates" if has_audits else "audits"}
-    if run.run.get("machine", {}).get("ranks", 1) == 1:
-        absent.add("ranks")
+    if ranks_of(run) == 1:
+        absent |= {COLUMNS["apart"].area, COLUMNS["hashes"].area}
     columns = {name for rule in RULES for name in rule.needs | rule.also}
     if run.is_foreign:
         columns &= NAMES.keys()
@@ -185,17 +189,9 @@ def _shown(area: str, seen: Area, run: Run) -> str:
     parts = []
     if seen.laws == FINITE:
         parts.append("only whether they are finite")
-    if seen.rows < rows - FIRST and area != "casts of layers":
+    if seen.rows < rows - FIRST and area != COLUMNS["hashes"].area:
         parts.append(f"{seen.rows:,} of {rows:,} rows")
     return f"{area} ({', '.join(parts)})" if parts else area
-
-
-def unread_of(run: Run) -> list[str]:
-    """Return the columns of a record that no law reads, but those that explain nothing."""
-    names = run.columns
-    for rule in RULES:
-        names = names - rule.needs - rule.also
-    return sorted(name for name in names & COLUMNS.keys() if COLUMNS[name].unit in UNREAD)
 
 
 def readings_of(run: Run, laws: Laws) -> list[Reading]:

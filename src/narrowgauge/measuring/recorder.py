@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -149,7 +150,9 @@ class RunRecorder:
             self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
             self._certificate = Certificate(model, self.optimizer)
             self._prints = Fingerprints(self.hub, fingerprints_every if self.folder else 0)
-            self._gauges = Gauges(self.hub, self.optimizer, gauges_every, self._write_gauges)
+            self._gauges = Gauges(
+                self.hub, self.optimizer, gauges_every, partial(self._append, "gauges")
+            )
             if self.folder is not None:
                 self._begin(undo, dict(settings or {}), tables or {}, resume)
             self._undo = undo.pop_all()
@@ -441,11 +444,6 @@ class RunRecorder:
         """Show a sentence. No line of the loop is at fault, so none is shown."""
         if self._here.is_first:
             warnings.warn_explicit(text, RunNotice, "narrowgauge.watch", self.num_steps)
-
-    def _write_gauges(self, row: Row) -> None:
-        """Write a row of ``gauges.jsonl``, and let the laws read it."""
-        self._append("gauges", row)
-        self._read(Step.of_gauges(row))
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""

@@ -8,10 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.runs.schema import CASTS, EVAL, GAUGES, STEP, Column, Row, number
-
-Metrics = dict[str, dict[str, float | None]]
-"""Metrics of each tensor, by name."""
+from narrowgauge.runs.schema import EVAL, FINGERPRINTS, STEP, Column, Row, number
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Step:
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
         utilization: share of the device's time, in logs of other programs.
-        casts: a sample of what casts lose, by tensor.
+        hashes: of each tensor on each rank, by ``KIND:NAME``; empty for one that is alike on all.
     """
 
     step: int
@@ -65,7 +62,7 @@ class Step:
     largest_in: str = ""
     apart: list[str] | None = None
     unsummed: list[str] | None = None
-    casts: Metrics = field(default_factory=dict)
+    hashes: dict[str, list[int]] = field(default_factory=dict)
 
     def columns(self) -> set[str]:
         """Return the names of what was measured."""
@@ -85,17 +82,22 @@ class Step:
         return cls(row["step"], **values)
 
     @classmethod
-    def of_gauges(cls, row: Row) -> Step:
-        """Return a row of ``gauges.jsonl`` as a step, which no other law counts."""
-        casts: Metrics = {}
-        for name, values in (row.get("tensors") or {}).items():
-            metrics = dict(zip(CASTS, map(number, values or ()), strict=False))
-            if any(x is not None for x in metrics.values()):
-                casts[name] = metrics
-        return cls(row["step"], casts=casts)
+    def of_fingerprints(cls, row: Row) -> Step:
+        """Return what a row of ``fingerprints.jsonl`` says of ranks, as a step of its own."""
+        hashes: dict[str, list[int]] = {}
+        for key, entry in (row.get("tensors") or {}).items():
+            if not key.startswith(("tokens:", "output:")):  # each rank has its own batch
+                hashes[key] = entry[-1] if isinstance(entry[-1], list) else []
+        return cls(row["step"], hashes=hashes)
 
 
-COLUMNS: dict[str, Column] = STEP | EVAL | {"casts": GAUGES["tensors"]}
+COLUMNS: dict[str, Column] = (
+    STEP
+    | EVAL
+    | {
+        "hashes": FINGERPRINTS["tensors"],
+    }
+)
 """The columns that laws may read."""
 _MEASURED = [name for name in Step.__dataclass_fields__ if name in STEP | EVAL and name != "step"]
 _TYPES = {"text": str, "names": list, "object": dict}

@@ -1,8 +1,4 @@
-"""Laws of what formats keep: of the updates, and of the tensors of layers.
-
-Published bounds of casts hold in no healthy run, so these laws read noisy casts alone: a healthy cast
-to int8 or four bits rounds half of a tensor to zero, and its signal-to-noise ratio stays above 12 dB.
-"""
+"""Laws of what formats keep of the updates."""
 
 from __future__ import annotations
 
@@ -15,10 +11,6 @@ from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.step import Law, Tell, reads
 from narrowgauge.spec.significance import MIN_EDQ
 
-ENDS = {"underflow": 0.05, "overflow": 0.001}
-"""Shares of values at an end of a cast's format, of a cast that is noisy."""
-NOISY = 8.0
-"""Decibels below which the error of a cast exceeds a sixth of its operand's energy."""
 ALL = "all weights"
 """The tensor of a reading of the audits."""
 ERRORS = 4.0
@@ -87,23 +79,3 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
             names = sorted(low, key=low.__getitem__)
             since = since or step.step
             tell("stored-share", names, low[names[0]], 1.0, step=since)
-
-
-@reads("casts")
-def casts(tell: Tell) -> Law:
-    """Read casts that lose values at an end of their format."""
-    while True:
-        step = yield
-        values = {}
-        for name, metrics in step.casts.items():
-            ratio = metrics.get("sqnr_db")
-            if ratio is None or ratio > NOISY:
-                continue
-            for end, bound in ENDS.items():
-                share = metrics.get(end) or 0.0
-                if share >= bound:
-                    values[f"{name}, {end}"] = share
-        if values:
-            names = sorted(values, key=values.__getitem__, reverse=True)
-            bound = ENDS[names[0].rpartition(" ")[-1]]
-            tell("cast-range", names, values[names[0]], None, bound)
