@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from narrowgauge.errors import DataError, RecipeError
-from narrowgauge.spec.models import (
-    MODELS,
-    get_model,
-    weights_file,
-)
+from narrowgauge.errors import RecipeError
+from narrowgauge.spec.models import MODELS, get_model
 
 
 def test_published_parameter_counts() -> None:
@@ -30,9 +24,3 @@ def test_names() -> None:
     assert get_model("Llama-8M") is MODELS["llama-8m"]
     with pytest.raises(RecipeError, match="Did you mean 'llama-125m'"):
         get_model("llama-120m")
-
-
-def test_weights_that_cannot_be_read_are_no_random_start(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(DataError, match=r"Cannot read the weights model\.gguf"):
-        weights_file(tmp_path)

@@ -44,7 +44,6 @@ COMMANDS = [
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("plan run", "UsageError", "--model"),
     (f"{CHIP} --layout head", "RecipeError", "layout = .head.*fsdp2"),
-    ("show storages --params 0", "RecipeError", "params = 0"),
     (f"{CHIP} --chips eight", "UsageError", "'eight'"),
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
     ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.export import export
-from trainer.tiny_runs import trained
+from trainer.tiny_runs import call, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +26,7 @@ def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
     run: Path, place: Path, tmp_path: Path
 ) -> None:
-    session = loop.load(run)
+    session = loop.load(checkpoints.require(run)[0])
     out = export(run, tmp_path / "deep" / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.bfloat16
@@ -39,3 +41,12 @@ def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
         table = json.loads((out / f"{name}.json").read_text())
         assert (table["eos_token_id"], table["use_cache"]) == (tokenizer.eos_token_id, True)
     trained(place, tmp_path / "run", model=str(out), steps=1)
+
+
+def test_an_export_says_that_a_newer_checkpoint_is_damaged(place: Path, tmp_path: Path) -> None:
+    run = trained(place, tmp_path / "run", steps=2, checkpoint_every=1)
+    next(checkpoints.folders(run)[0].glob("*.distcp")).unlink()
+    words = "step-00000002 is damaged: .*out has the weights of step-00000001"
+    with pytest.warns(UserWarning, match=words):
+        assert call("export", str(run), str(tmp_path / "out")).exit_code == 0
+    assert warnings.formatwarning("one line", UserWarning, "file", 1) == "UserWarning: one line\n"

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import Record
-from narrowgauge.spec.models import WEIGHTS
 from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.export import export
@@ -245,5 +244,7 @@ def test_it_is_the_same_run_on_any_number_of_ranks(place: Path, tmp_path: Path) 
         assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
     files = []
     for folder in (whole, elsewhere):
-        files.append(load_file(export(folder, tmp_path / f"out {folder.name}") / WEIGHTS[0]))
+        files.append(
+            load_file(export(folder, tmp_path / f"out {folder.name}") / "model.safetensors")
+        )
     assert_same_bits(*files)

@@ -105,3 +105,10 @@ def test_a_model_that_sees_its_targets_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="logits depend on later tokens") as raised:
         build(str(folder), seed=0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors.index.json"])
+def test_weights_that_cannot_be_read_are_no_random_start(name: str, tmp_path: Path) -> None:
+    (write_config(tmp_path) / name).touch()
+    with pytest.raises(DataError, match="Cannot read"):
+        build(str(tmp_path), seed=0)

@@ -44,14 +44,6 @@ class CommandGroup(click.Group):
                     click.echo(f"{kind}: {' '.join(message.split())}", err=True)
         sys.exit(status if isinstance(status, int) else 0)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Invoke a command."""
-        try:
-            return super().invoke(ctx)
-        # click would print an empty line before it raises Abort.
-        except KeyboardInterrupt as interruption:
-            raise click.Abort(str(interruption)) from interruption
-
 
 def help_without_command(context: click.Context) -> None:
     """Print the help of a group if no command is given."""
@@ -70,7 +62,7 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
     if isinstance(error, NarrowgaugeError):
         return name, text, error.status
     if isinstance(error, click.Abort):
-        return "Interrupted", text or "the command was stopped.", 130
+        return "Interrupted", "the command was stopped.", 130
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         advice = f" (See {context.command_path} --help.)" if context else ""

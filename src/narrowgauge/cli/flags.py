@@ -5,37 +5,16 @@ share.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from narrowgauge.spec import notation
-
-
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """A parameter parsed by ``read``. The user sees the advice of its RecipeErrors.
-
-    click would replace the ValueErrors of a plain function by its own error.
-    """
-
-    name = "text"
-
-    def __init__(self, read: Callable[[str], Any]) -> None:
-        self.read = read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse text; a value of another type was parsed before."""
-        return self.read(value) if isinstance(value, str) else value
-
-
 PATH = click.Path(path_type=Path)
 json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 
-RECIPE = Parsed(notation.parse)
-RECIPES = Parsed(notation.parse_names)
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 """The name of a setting's type in the help."""
 

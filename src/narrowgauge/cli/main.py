@@ -22,10 +22,9 @@ from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
-from narrowgauge.runs.places import require_free
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.notation import parse_names
 from narrowgauge.spec.toml import read_file, refuse_unknown
 
 _path = flags.PATH
@@ -73,6 +72,7 @@ def main(context: click.Context) -> None:
     )  # PyTorch's own warnings to its developers
     for name in ("torchao", "torch.utils._pytree"):  # what transformers imports says on import
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     # PyTorch's own, at every step and at every checkpoint of one process.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module|torch.distributed is disabled")
     help_without_command(context)
@@ -109,21 +109,7 @@ def _print_table(name: str, as_json: bool) -> None:
 
 
 for _name, (_help, *_) in show.TABLES.items():
-    if _name != "storages":
-        show_group.command(_name, help=_help)(flags.json_list(partial(_print_table, _name)))
-
-
-@show_group.command("storages", help=show.TABLES["storages"][0])
-@click.option(
-    "--params",
-    type=float,
-    metavar="X",
-    help="Parameters (10e9): bytes of their state.",
-)
-@flags.json_list
-def show_storages(params: float | None, as_json: bool) -> None:
-    table = show.state_table(params) if params is not None else show.table("storages")
-    _print(as_json, table.rows, table)
+    show_group.command(_name, help=_help)(flags.json_list(partial(_print_table, _name)))
 
 
 @show_group.command("checks")
@@ -219,7 +205,7 @@ def train(file: Path | None, **settings: Any) -> None:
     short_help="What several recipes cost, trained alike.",
     params=flags.of_settings(compared=True),
 )
-@click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes.")
+@click.option("--recipes", metavar="A,B,…", required=True, help="Recipes.")
 @click.option(
     "--seeds",
     type=_count,
@@ -232,9 +218,7 @@ def train(file: Path | None, **settings: Any) -> None:
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL]",
 )  # fmt: skip
 @flags.json_list
-def compare(
-    recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, **settings: Any
-) -> None:
+def compare(recipes: str, seeds: int, out: Path | None, as_json: bool, **settings: Any) -> None:
     """Train with several recipes from the same initial weights on the same tokens, and report what
     each costs.
 
@@ -249,7 +233,7 @@ def compare(
             f"Cannot run narrowgauge compare on {size} ranks.", "Start it once, without torchrun."
         )
     comparison, page = comparing.compare_recipes(
-        recipes, flags.passed(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)
+        parse_names(recipes), flags.passed(settings), seeds=seeds, out=out, say=partial(click.echo, err=as_json)
     )  # fmt: skip
     if as_json:
         return tables.write_json(comparison.rows)
@@ -281,10 +265,6 @@ def report(runs: tuple[Path, ...], out: Path | None) -> None:
 @click.argument("out", type=_path)
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
-    from narrowgauge.trainer import checkpoints
-
-    require_free(out, (), "write")
-    checkpoints.require(folder)
     from narrowgauge.trainer import export as exporting
 
     click.echo(exporting.export(folder, out))

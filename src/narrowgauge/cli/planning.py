@@ -33,9 +33,6 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-_COUNTS = flags.Parsed(_counts)
-
-
 @click.group(
     "plan", short_help="What fits, how fast, on which machines.", invoke_without_command=True
 )
@@ -67,7 +64,7 @@ def plan_group(context: click.Context) -> None:
     metavar="A,B,…",
     help="Chips (narrowgauge show chips).",
 )
-@click.option("--chips", metavar="N,M,…", type=_COUNTS, help="Numbers of chips.  [default: 1]")
+@click.option("--chips", metavar="N,M,…", type=_counts, help="Numbers of chips.  [default: 1]")
 @click.option(
     "--cluster", metavar="FILE", multiple=True, type=flags.PATH,
     help="A TOML file of chips, nodes and network, instead of --chip; several are compared.",
@@ -140,7 +137,7 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…")
-@click.option("--at", metavar="N,M,…", type=_COUNTS, help="Numbers of chips to say the time for.")
+@click.option("--at", metavar="N,M,…", type=_counts, help="Numbers of chips to say the time for.")
 @flags.json_object
 def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     """Say what does not scale, from measured times of one job on several numbers of chips.

@@ -72,12 +72,11 @@ class Step:
     def of(cls, row: Row) -> Step:
         """Return the step of a row of ``steps.jsonl``, of an evaluation, or of another program's log."""
         values: dict[str, Any] = {}
-        for name in _MEASURED:
-            type_ = _TYPES.get(COLUMNS[name].type)
-            value = row.get(name)
-            if type_ is None:
+        for name, value in row.items():
+            type_ = _MEASURED.get(name)
+            if type_ is float:
                 values[name] = number(value)
-            elif isinstance(value, type_):
+            elif type_ is not None and isinstance(value, type_):
                 values[name] = value
         return cls(row["step"], **values)
 
@@ -99,8 +98,11 @@ COLUMNS: dict[str, Column] = (
     }
 )
 """The columns that laws may read."""
-_MEASURED = [name for name in Step.__dataclass_fields__ if name in STEP | EVAL and name != "step"]
 _TYPES = {"text": str, "names": list, "object": dict}
+_MEASURED: dict[str, type] = {}
+"""The columns of a step that laws may read, and the types of their values."""
+for _name in Step.__dataclass_fields__.keys() & (STEP | EVAL).keys() - {"step"}:
+    _MEASURED[_name] = _TYPES.get(COLUMNS[_name].type, float)
 Tell = Callable[..., None]
 """Takes a reading: its kind, tensors, value, expected and bound, and its step if it is not the current."""
 Law = Generator[None, Step, None]

@@ -39,7 +39,7 @@ def of_config(config: Any, name: str) -> Architecture:
         raise DataError(
             f"Cannot plan {name}: {reason}.",
             "Plan a model of transformers, name its sizes to narrowgauge.planner.model.decoder, or "
-            "count its state: narrowgauge show storages --params.",
+            "count its state: narrowgauge show storages.",
         ) from error
 
 
@@ -80,7 +80,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     if not (has_attention and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
-            f"Count its state: narrowgauge show storages --params {_total(model)}.",
+            f"Its {_total(model):,} parameters take the bytes of narrowgauge show storages each.",
         )
     dim = _size(config, "head_dim", default=hidden // heads)
     latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")

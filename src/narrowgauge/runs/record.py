@@ -17,13 +17,12 @@ note. At any moment the last line may be torn, which is dropped without a note.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +70,13 @@ class Run:
 
     @cached_property
     def columns(self) -> frozenset[str]:
-        """Return the columns that a step or an evaluation has a value of."""
+        """Return the columns of the steps and the evaluations."""
         names: set[str] = set()
-        for row in chain(self.steps, self.evals):
-            if not names.issuperset(row):
-                names.update(name for name, value in row.items() if value is not None)
+        for rows in (self.steps, self.evals):
+            if isinstance(rows, LargeFile) and len(rows):
+                names |= rows.names
+            else:
+                names.update(*rows)
         return frozenset(names)
 
     def _read(self, kind: str) -> Sequence[Row]:
@@ -180,11 +181,11 @@ def lines_in(file: Path) -> Iterator[tuple[bytes, Row | None]]:
 
 
 def _row_of(line: bytes, kind: str) -> Row | None:
-    row = None
-    if line.endswith(b"\n"):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not line.endswith(b"\n"):
         return None
     return None if kind == "events" and "what" not in row else row
 
@@ -207,24 +208,35 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
 
 
 class LargeFile(Sequence[Row]):
-    """The rows of a file, read anew by each loop over them: a million would take gigabytes."""
+    """The rows of a file, read anew by each loop over them: a million would take gigabytes.
+
+    The first loop counts them, and collects the names of their columns.
+    """
 
     def __init__(self, file: Path, notes: list[str]) -> None:
         self.file = file
         self.notes = notes
-        self.size = sum(1 for _ in self)
+        self.size = -1
+        self.names: set[str] = set()
 
     def __iter__(self) -> Iterator[Row]:
-        return rows_in(self.file, self.notes)
+        size = 0
+        for row in rows_in(self.file, self.notes):
+            size += 1
+            self.names.update(row)
+            yield row
+        self.size = size
 
     def __len__(self) -> int:
+        if self.size < 0:
+            deque(self, 0)
         return self.size
 
     def __getitem__(self, place: Any) -> Any:
-        """Return rows as a list does. The last one alone takes no memory."""
-        is_last = place in (-1, slice(-1, None))
-        rows = [*deque(self, 1)] if is_last else [*self]
-        return rows[place]
+        places = range(len(self))[place]
+        if isinstance(places, range):
+            return [*islice(self, places.start, places.stop, places.step)]
+        return next(islice(self, places, None))
 
 
 def _rows(file: Path, notes: list[str]) -> Sequence[Row]:

@@ -8,12 +8,10 @@ shapes.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from narrowgauge.errors import DataError, RecipeError, suggestion
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.toml import load_data
 
 
@@ -66,48 +64,3 @@ def get_model(name: str) -> Model:
             f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip()
         )
     return preset
-
-
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-"""The files of weights that are read from a model folder: the first that exists."""
-_KINDS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".npz",
-    ".distcp",
-)
-# Other files of training, and prepared data.
-_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "training_args", "train.", "valid.")
-
-
-def weights_file(folder: Path) -> Path | None:
-    """Return the file of weights in a Hugging Face model folder; ``None`` if it holds only a
-    configuration.
-
-    Raises:
-        DataError: it holds weights of another kind. A model would otherwise start from random
-            weights without an error.
-    """
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    for name in WEIGHTS:
-        if name in names:
-            return folder / name
-    for name in names:
-        if name.endswith(_KINDS) and not name.startswith(_BESIDE):
-            raise DataError(
-                f"Cannot read the weights {name} in {folder}.",
-                f"Write {' or '.join(WEIGHTS)} (transformers' save_pretrained does); from a folder "
-                "with only config.json training starts from random weights.",
-            )
-    return None

@@ -20,7 +20,6 @@ from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.tables import Row, Table, table_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
-from narrowgauge.spec.values import require_number
 
 TABLES: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "formats": (
@@ -66,15 +65,6 @@ def table(name: str) -> Table:
         return table_of(_aliases())
     _, items, keys = TABLES[name]
     return table_of(_rows(items.values(), keys), hidden=("source",))
-
-
-def state_table(params: float) -> Table:
-    """Return the bytes of weights, gradients and states of ``params`` parameters, by storage."""
-    require_number("params", params, 1)
-    rows = _rows(STORAGES.values(), "name bytes_per_param")
-    for row in rows:
-        row["gigabytes"] = row["bytes_per_param"] * params / 1e9
-    return table_of(rows)
 
 
 def _rows(items: Iterable[Any], keys: str) -> list[Row]:

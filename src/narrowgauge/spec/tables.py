@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +74,7 @@ def write_json(value: Row | Sequence[Row]) -> None:
     """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``,
     ``-inf`` and ``nan``.
     """
-    # JSON escapes are exact. Characters that a stream lacks would be replaced.
-    is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    print(
-        json.dumps(json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode),
-        flush=True,
-    )
+    print(json.dumps(json_value(value), indent=1, allow_nan=False), flush=True)
 
 
 def cell_text(value: Any) -> str:

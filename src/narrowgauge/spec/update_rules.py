@@ -128,22 +128,18 @@ def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool)
             float32. Scales by block beside a weight must be known before the step, and a matrix
             rule's result is not.
     """
+    reason = ""
     if is_matrix and storage.scaled:
-        raise RecipeError(
-            f"Cannot step rule '{rule}' in storage '{storage.name}' because its "
-            f"'{storage.scaled[0]}' has scales by block, which "
-            "a matrix rule does not know before the step.",
-            "Take a storage such as 'word' or 'master'.",
+        state = storage.scaled[0]
+        reason = (
+            f"its '{state}' has scales by block, which a matrix rule does not know before the step"
         )
-    if is_matrix and storage.arithmetic == "float64":
+    elif is_matrix and storage.arithmetic == "float64":
+        reason = "matrix rules compute in float32"
+    elif storage.arithmetic == "expansion" and not is_adamw:
+        reason = "its arithmetic is published for AdamW alone"
+    if reason:
         raise RecipeError(
-            f"Cannot step rule '{rule}' in storage '{storage.name}' because matrix rules compute "
-            "in float32.",
-            "Take a storage such as 'master'.",
-        )
-    if storage.arithmetic == "expansion" and not is_adamw:
-        raise RecipeError(
-            f"Cannot step rule '{rule}' in storage '{storage.name}' because its arithmetic is "
-            "published for AdamW alone.",
-            "Take rule 'adamw', or a storage such as 'kahan' or 'split'.",
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because {reason}.",
+            "Take a storage such as 'split' or 'master'.",
         )

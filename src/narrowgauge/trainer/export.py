@@ -5,19 +5,19 @@ evaluated.
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from narrowgauge.runs.finding import told
 from narrowgauge.runs.places import new_folder
+from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer.tokens import load_tokenizer
-from narrowgauge.trainer.train import load
 
 
 def export(folder: Path, out: Path) -> Path:
     """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or
-    absent.
+    absent. Warn if newer ones are damaged.
 
     ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have
     the bits that the model sees. A run on tokens without a tokenizer exports only the model.
@@ -25,8 +25,17 @@ def export(folder: Path, out: Path) -> Path:
     Raises:
         RecordError: the run has no good checkpoint, ``out`` is not empty, or the disk is full.
     """
+    checkpoint, damaged = checkpoints.require(folder)
+    if damaged:
+        words = f"{told(damaged)} is damaged: {out} has the weights of {checkpoint.name}."
+        warnings.warn(words, stacklevel=2)
     with new_folder(out) as temporary:
-        run = load(folder)
+        # Imported late: PyTorch takes seconds to load, and a wrong folder is reported before.
+        import torch
+
+        from narrowgauge.trainer.train import load
+
+        run = load(checkpoint)
         model: Any = run.model
         tables = (model.config, model.generation_config)
         for table in tables:

@@ -19,11 +19,26 @@ from torch import Tensor
 
 from narrowgauge.errors import DataError
 from narrowgauge.numerics.rounding import at_least_float32
-from narrowgauge.spec.models import MODELS, Model, weights_file
+from narrowgauge.spec.models import MODELS, Model
 from narrowgauge.trainer.tokens import SAFELY, explained
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+_WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz", ".distcp",
+)  # fmt: skip
+# Other files of training, and prepared data.
+_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "training_args", "train.", "valid.")
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a model folder holds weights, also of a kind that transformers refuses: a model
+    would otherwise start from random ones.
+    """
+    names = [file.name for file in folder.iterdir()]
+    return any(name.endswith(_WEIGHTS) and not name.startswith(_BESIDE) for name in names)
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
@@ -45,7 +60,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
     logging.disable_progress_bar()
     folder = Path(model)
-    has_weights = model not in MODELS and not (folder.is_dir() and weights_file(folder) is None)
+    is_loaded = model not in MODELS and not (folder.is_dir() and not has_weights(folder))
     built: Any
     with explained(model), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
@@ -58,7 +73,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             if isinstance(value, float) and "drop" in field:
                 setattr(config, field, 0.0)
         config.use_cache = False
-        if has_weights:
+        if is_loaded:
             built = AutoModelForCausalLM.from_pretrained(
                 model, config=config, dtype=torch.float32, weights_only=True, **SAFELY
             )

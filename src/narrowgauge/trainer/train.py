@@ -258,13 +258,8 @@ def load_into(run: Session, checkpoint: Path) -> None:
     run.scaler.load_state_dict(notes["scaler"])
 
 
-def load(folder: Path) -> Session:
-    """Load a run at its newest good checkpoint, for export or sampling.
-
-    Raises:
-        RecordError: it has no good checkpoint.
-    """
-    checkpoint, _ = checkpoints.require(folder)
+def load(checkpoint: Path) -> Session:
+    """Load a run at a good checkpoint, for export or sampling."""
     notes = checkpoints.notes_of(checkpoint)
     none = np.zeros(0, np.uint16)
     run = build(Settings(**notes["settings"]), Tokens(none, none, notes["vocab_size"]))
