@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.optim import cells, codes
-from narrowgauge.optim.low_bits import has_low_bits, random_of
+from narrowgauge.optim import codes
+from narrowgauge.optim.low_bits import has_low_bits, random_of, random_offset
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import build, parameters
 from tensors import parameters_of, set_gradients
@@ -27,7 +27,7 @@ def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible: str) -> N
     )
     bits = codes.visible_bits(visible, values)
     for random in (0, 1 << 16, 1 << 19, 0x3FFFFFFF, 0x40000000, 0x7FFFFFFF, -(1 << 31), -1):
-        offset = cells.random_offset(visible, bits, torch.full_like(bits, random))
+        offset = random_offset(visible, bits, torch.full_like(bits, random))
         new = codes.visible_value(visible, bits + offset)
         assert torch.equal(new.to(dtype).float()[values.isfinite()], values[values.isfinite()])
         assert torch.equal(new[values == 0], values[values == 0])

@@ -14,11 +14,12 @@ weight if both together round to it. What does not belong is dropped, since othe
 the weight. :func:`read` decides.
 
 A code rounds ties to even. Where a tail or a master says more, a tie between two visible weights
-goes up: weights and tails together hold each value once, and to even an even weight would need one
-tail more. :func:`narrowgauge.optim.cells.inside_cell` moves such values, one of 65,536 float32, so
-that each stored weight rounds to its visible one, ties to even. A NaN loses its sign and payload. It
-becomes the quiet NaN. In a code of states without NaN it becomes the largest positive value (in a
-float16 weight, infinity).
+goes up. A tail of ``n`` bits has 2ⁿ values. To even, the cell of an even weight holds 2ⁿ + 1 and
+that of an odd one 2ⁿ - 1. So :func:`into_cell` and :func:`inside_cell` move such ties, one of 65,536
+float32: what is stored and exported rounds to the visible weight, ties to even.
+
+A NaN loses its sign and payload. It becomes the quiet NaN. In a code of states without NaN it
+becomes the largest positive value (in a float16 weight, infinity).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from narrowgauge.numerics.rounding import (
     random_bits,
     reciprocal,
 )
-from narrowgauge.optim.planes import Field, fields_of, roles
+from narrowgauge.optim.planes import Field, dropped_bits, fields_of, roles
 from narrowgauge.spec.storages import VISIBLE, Storage, low_parts
 
 SIGN = -(1 << 31)
@@ -373,6 +374,30 @@ def write_low(storage: Storage, bits: Tensor, rest: Tensor) -> Fields:
     nearest = encode(field, rest, None)
     is_own = _is_own(storage, bits, decode(field, nearest))
     return {field.name: torch.where(is_own, nearest, encode(field, rest, 0))}
+
+
+def into_cell(storage: Storage, value: Tensor) -> Tensor:
+    """Return values to be stored. Move a tie that goes down to an even weight to the last value of
+    its cell, or :func:`write_weight` would round it up.
+    """
+    _, below, exponent = VISIBLE[storage.visible]
+    if not below or not (storage.tail_bits or storage.master):
+        return value
+    bits = canonical_bits(_times_power(value, exponent))
+    nearest = cut_to_even(bits, below)
+    last = half(below) - (1 << dropped_bits(storage.weight))
+    moved = visible_value(storage.visible, nearest + last)
+    return torch.where(bits - nearest > last, moved, value)
+
+
+def inside_cell(storage: Storage, weight: Tensor, lane: Lane, value: Tensor) -> Tensor:
+    """Return the stored values of visible weights of 16 bits. Move those that do not round to their
+    weight, ties to even, to the next float32 that does.
+    """
+    most = half(VISIBLE[storage.visible][1]) - 1
+    offset = visible_bits(storage.visible, value) - lane.visible
+    moved = visible_value(storage.visible, lane.visible + offset.clamp(-most, most))
+    return torch.where(value.to(weight.dtype) != weight, moved, value)
 
 
 def _is_own(storage: Storage, bits: Tensor, low: Tensor) -> Tensor:

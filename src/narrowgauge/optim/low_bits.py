@@ -26,11 +26,12 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import add_up, local_of, place_along, split_groups
 from narrowgauge.numerics.hashing import named_seed, signed
-from narrowgauge.numerics.rounding import random_bits
-from narrowgauge.optim.cells import random_low_bits
+from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, random_bits
+from narrowgauge.optim.codes import Lane, encode, place_tail, visible_value
+from narrowgauge.optim.planes import fields_of
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import spans
-from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.storages import VISIBLE, Storage
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
@@ -66,6 +67,40 @@ def random_of(owner: Tensor, seed: int, name: str) -> Tensor:
     for (part,) in flat_chunks(index):
         part.copy_(random_bits(part, number))
     return index
+
+
+def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
+    """Return a random distance from visible weights within their cells, in :func:`visible_bits`.
+
+    ``random`` are 32 bits.
+
+    It is uniform and odd, so never between two visible weights. It is 0 for zeros, infinities and
+    NaN.
+    """
+    magnitude = bits & MAGNITUDE
+    infinity = EXPONENT if visible == "bfloat16" else 31 << 23
+    offset = (random >> (32 - VISIBLE[visible][1])) | 1
+    return offset.masked_fill((magnitude == 0) | (magnitude >= infinity), 0)
+
+
+def random_low_bits(
+    storage: Storage, lane: Lane, random: Tensor, keeps_ones: bool = False
+) -> dict[str, Tensor]:
+    """Return the fields beside a visible weight in place, with random low bits that belong to it.
+
+    Those of 1 and -1 are zero if ``keeps_ones``.
+    """
+    offset = random_offset(storage.visible, lane.visible, random)
+    if keeps_ones:
+        offset = offset.masked_fill(visible_value(storage.visible, lane.visible).abs() == 1, 0)
+    field = fields_of(storage)["weight"]
+    if storage.tail_bits:
+        return {field.name: place_tail(field, offset)}
+    value = visible_value(storage.visible, lane.visible + offset)
+    if not storage.master:
+        # Toward zero, since a low part of half an ulp would be a tie.
+        value = value - visible_value(storage.visible, lane.visible)
+    return {field.name: encode(field, value, 0)}
 
 
 def fill_state(state: LocalState, seed: int, name: str) -> None:

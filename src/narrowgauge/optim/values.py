@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.optim import cells, codes
+from narrowgauge.optim import codes
 from narrowgauge.optim.planes import block_peaks
 from narrowgauge.optim.walk import integers_of, spans
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def stored(state: LocalState, name: str) -> Tensor:
     """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32.
 
-    A weight rounds to the parameter (:func:`narrowgauge.optim.cells.inside_cell`).
+    A weight rounds to the parameter (:func:`narrowgauge.optim.codes.inside_cell`).
     """
     if name in state.extras:
         return state.extras[name].clone()
@@ -32,7 +32,7 @@ def stored(state: LocalState, name: str) -> Tensor:
         lane = span.lane()
         value = codes.read_state(storage, lane, name)
         if name == "weight" and storage.visible != "float32":
-            value = cells.inside_cell(storage, lane.visible, value)
+            value = codes.inside_cell(storage, span.weight, lane, value)
         span.arguments[0].copy_(value)
     return result
 
@@ -45,7 +45,7 @@ def store_weight(state: LocalState, values: Tensor) -> None:
     storage = state.storage
     for span in spans(state, values.detach(), writes=True):
         value = span.arguments[0].to(codes.value_dtype(storage))
-        bits, fields = codes.write_weight(storage, cells.into_cell(storage, value), None)
+        bits, fields = codes.write_weight(storage, codes.into_cell(storage, value), None)
         integers_of(span.weight).copy_(codes.weight_word(storage.visible, bits))
         span.store(fields)
 
