@@ -9,7 +9,8 @@ All of it is eager, on small shapes. A contract names the pairs that it is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import narrowgauge as ng
 from narrowgauge.optim import GaLore
 from narrowgauge.spec.storages import STORAGES
 from script_modules import script_module
-from tensors import parameters_of
+from tensors import assert_same_bits, parameters_of
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
@@ -121,6 +122,27 @@ def parameters(
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     return [nn.Parameter(value.to(getattr(torch, STORAGES[storage].visible))) for value in values]
+
+
+def narrow(*shape: int) -> nn.Parameter:
+    """Return a parameter of ones in bfloat16."""
+    return nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+
+
+def step_along(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Step along gradients of one value."""
+    for p in parameters_of(optimizer):
+        p.grad = torch.full_like(p, value)
+    optimizer.step()
+
+
+@contextmanager
+def refused(optimizer: ng.Optimizer, words: str) -> Iterator[None]:
+    """Expect a refusal that changes nothing."""
+    before = everything(optimizer)
+    with pytest.raises(ng.errors.RecipeError, match=words):
+        yield
+    assert_same_bits(before, everything(optimizer))
 
 
 def everything(optimizer: ng.Optimizer) -> dict[str, Tensor]:

@@ -7,9 +7,11 @@ import torch
 
 import expectations
 import narrowgauge as ng
-from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
+from narrowgauge.optim import UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
+from optim.pairs import parameters
 from optim.scenarios import OPTIMIZERS, arrived, stall
+from tensors import gaussian, parameters_of
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
 # below.
@@ -51,20 +53,16 @@ SIZES = [1e-10, 1e-3, 1e2, 1e6, 1e10]
 MIXED = {"elements": (32, 32), "rows": (32, 1)}
 
 
-def late_slope(
-    storage: str, sizes: torch.Tensor | float, rule: str = "adamw"
-) -> tuple[float, AuditedUpdates]:
-    """Return the slope of ten late steps against those of float32, and their audit."""
-    row = STORAGES[storage]
-    options = {"weight_decay": 0.0, "compile": False, "low_bits": "zero"}
-    options["lr"] = 1e-2 if rule not in ("sgd",) else 1e-2 / float(torch.as_tensor(sizes).max())
+def late_slope(storage: str, sizes: torch.Tensor | float, rule: str = "adamw") -> float:
+    """Return the slope of ten late steps against those of float32."""
+    options = {"lr": 1e-2, "weight_decay": 0.0, "compile": False, "low_bits": "zero"}
     if rule == "sgd":
-        options["momentum"] = 0.9
+        options |= {"lr": 1e-2 / float(torch.as_tensor(sizes).max()), "momentum": 0.9}
     pair = []
-    for name, visible in ((storage, row.visible), ("float32", "float32")):
-        weight = torch.nn.Parameter(torch.zeros(32, 32, dtype=getattr(torch, visible)))
-        pair.append(OPTIMIZERS[rule]([weight], storage=name, audit_every=1, **options))
-    (ours,), (plain,) = (optimizer.param_groups[0]["params"] for optimizer in pair)
+    for name in (storage, "float32"):
+        weights = parameters(name, [(32, 32)], scale=0.0)
+        pair.append(OPTIMIZERS[rule](weights, storage=name, audit_every=0, **options))
+    (ours,), (plain,) = map(parameters_of, pair)
     generator = torch.Generator().manual_seed(0)
     for step in range(30):
         if step == 20:
@@ -75,7 +73,7 @@ def late_slope(
         for optimizer in pair:
             optimizer.step()
     exact = plain.detach().double() - start[1]
-    return arrived(start[0], pair[0].stored(ours), exact), ng.audit(pair[0])["param 0"]
+    return arrived(start[0], pair[0].stored(ours), exact)
 
 
 def held(storage: str) -> list[float]:
@@ -92,7 +90,7 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
     """A window has two ends."""
     slopes = {}
     for size in held(storage):
-        slopes[size] = late_slope(storage, size)[0]
+        slopes[size] = late_slope(storage, size)
     spread = 10.0 ** torch.arange(-6, 6).repeat(100)[:1024]
     ends = torch.tensor(STORAGES[storage].gradients)
     if STORAGES[storage].visible != "float16":
@@ -101,7 +99,7 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
                 continue  # `loses` says that small elements of a row are lost
             if ends[0] == 0 or storage == "word":
                 count = shape[0] * shape[1]
-                slopes[name] = late_slope(storage, spread[:count].view(shape))[0]
+                slopes[name] = late_slope(storage, spread[:count].view(shape))
     assert slopes
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
@@ -112,11 +110,10 @@ def test_a_glitch_costs_at_most_its_block(storage: str) -> None:
     row = STORAGES[storage]
     stored = []
     for glitch in (1.0, 1e10 if row.visible != "float16" else 6e4):
-        weight = torch.nn.Parameter(torch.ones(2, 600, dtype=getattr(torch, row.visible)))
+        (weight,) = parameters(storage, [(2, 600)])
         optimizer = ng.AdamW([weight], lr=1e-2, storage=storage, low_bits="zero", compile=False)
-        generator = torch.Generator().manual_seed(0)
         for step in range(4):
-            weight.grad = torch.randn(2, 600, generator=generator).to(weight.dtype)
+            weight.grad = gaussian(2, 600, seed=step, dtype=weight.dtype)
             if step == 1:
                 weight.grad[0, 300] = glitch
             optimizer.step()
@@ -132,7 +129,7 @@ def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
     slopes = {}
     for storage in ("word", "split", *(["compact"] if rule != "muon" else [])):
         for size in (1e-10, 1e6) if storage == "word" else (1e-10, 1e10):
-            slopes[storage, size] = late_slope(storage, size, rule)[0]
+            slopes[storage, size] = late_slope(storage, size, rule)
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
 

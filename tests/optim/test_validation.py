@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.validation import HOW, NEVER, device_of_step
-from optim.pairs import PAIRS, RULES, build, everything, parameters
+from optim.pairs import PAIRS, RULES, build, everything, narrow, parameters, refused
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
 
@@ -57,35 +57,28 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
     for optimizer in (moved, fresh):
         for group in optimizer.param_groups:
             group[option] = LATER[rule][option]
-    for optimizer in (moved, fresh):
         take_steps(optimizer, range(2, 4))
     assert_same_bits(everything(moved), everything(fresh))
     with pytest.raises(AssertionError):
         assert_same_bits(everything(moved), after_four_steps(rule, count))
 
 
-MOVED: dict[str, tuple[str, str, object, str]] = {
-    "rank": ("galore", "rank", 2, "projector"),
-    "momentum": (
-        "plain sgd",
-        "momentum",
-        0.9,
-        "no 'momentum_buffer_bits': .*before the first step",
-    ),
-    "storage": ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
-}
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_options_that_need_other_states_are_refused(name: str) -> None:
-    rule, option, value, words = MOVED[name]
+@pytest.mark.parametrize(
+    ("rule", "option", "value", "words"),
+    [
+        ("galore", "rank", 2, "projector"),
+        ("plain sgd", "momentum", 0.9, "no 'momentum_buffer_bits': .*before the first step"),
+        ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
+    ],
+)
+def test_options_that_need_other_states_are_refused(
+    rule: str, option: str, value: object, words: str
+) -> None:
     optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
-    before = everything(optimizer)
     optimizer.param_groups[0][option] = value
-    with pytest.raises(ng.errors.RecipeError, match=words):
+    with refused(optimizer, words):
         take_steps(optimizer, range(1, 2))
-    assert_same_bits(before, everything(optimizer))
 
 
 @pytest.mark.parametrize("make", [ng.AdamW, ng.Lion, ng.SGD])
@@ -122,13 +115,11 @@ def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule: str, option: 
     """Before a state of any group moves. The optimizer goes on with the old option."""
     optimizer = build(rule, [{"params": [p]} for p in parameters("word")[:2]], "word")
     take_steps(optimizer, range(1))
-    before = everything(optimizer)
     group = optimizer.param_groups[1]
     options = dict(group)
     group[option] = (WRONG | OF_OURS)[option]
-    with pytest.raises(ng.errors.RecipeError, match=option.rstrip("s")):
+    with refused(optimizer, option.rstrip("s")):
         take_steps(optimizer, range(1, 2))
-    assert_same_bits(before, everything(optimizer))
     group.clear()
     group.update(options, initial_lr=1.0, note=torch.ones(2), no_weight_decay=True)
     take_steps(optimizer, range(1, 2))
@@ -142,32 +133,20 @@ def test_a_parameter_whose_elements_share_memory_is_refused(rule: str, storage: 
         build(rule, [nn.Parameter(shared)], storage)
     optimizer = build(rule, parameters(storage)[:2], storage)
     take_steps(optimizer, range(1))
-    before = everything(optimizer)
     last = parameters_of(optimizer)[1]
-    values = last.data
-    last.data = values.as_strided(values.shape, (1, 1))
-    with pytest.raises(ng.errors.RecipeError, match="share memory"):
+    last.data = last.data.as_strided(last.shape, (1, 1))
+    with refused(optimizer, "share memory"):
         take_steps(optimizer, range(1, 2))
-    last.data = values
-    assert_same_bits(before, everything(optimizer))
-
-
-def narrow(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.ones(*shape, dtype=torch.bfloat16))
-
-
-def in_group(**options: Any) -> Callable[[], Any]:
-    return lambda: ng.AdamW([{"params": [narrow(4, 6)], **options}])
 
 
 def made(**options: Any) -> Callable[[], Any]:
     return lambda: ng.AdamW([narrow(4, 6)], **options)
 
 
-def with_own_rule(storage: str) -> Callable[[], Any]:
+def with_own_rule() -> ng.Optimizer:
     rule: Rule = dataclasses.replace(ADAMW, name="own", monotone=False)
     options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    return lambda: ng.Optimizer(parameters(storage), rule, options, storage=storage)
+    return ng.Optimizer([narrow(4, 6)], rule, options, storage="compact")
 
 
 def on_one_memory() -> ng.AdamW:
@@ -214,43 +193,38 @@ class Holder(Tensor):
 
 ones = torch.ones(2, 3)
 MUON = "no matrix.*'rule': 'adamw'"
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "one beta": (made(betas=(0.9,)), "two numbers"),
-    "a rate as text": (made(lr="1"), "one finite number"),
-    "a negative rate": (made(lr=-1.0), "at least 0"),
-    "a seed as text": (made(seed="x"), "one integer"),
-    "low bits": (made(low_bits="one"), "one of zero, random"),
-    "audits": (made(audit_every=1.5), "one integer"),
-    "a recipe": (made(storage="bfloat16/word"), "is a compute and a storage"),
-    "a wide storage": (made(storage="float32"), "'word', 'exact' and others take bfloat16"),
-    "amsgrad of a group": (in_group(amsgrad=True), "amsgrad = True"),
-    "maximize of a group": (in_group(maximize=True), "maximize = True"),
-    "a norm of a group": (in_group(max_grad_norm=1.0), "clip_grad_norm_"),
-    "a rule of a group": (in_group(rule="lion"), "one of adamw"),
-    "a rate of Muon for vectors": (later_original, MUON),
-    "vectors of Muon": (lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02), MUON),
-    "a rule that is not monotone": (with_own_rule("compact"), "does not say that it is monotone"),
-    "nesterov alone": (lambda: ng.SGD([narrow(4, 6)], nesterov=True), "momentum = 0.0"),
-    "nesterov dampened": (
-        lambda: ng.SGD([narrow(4, 6)], momentum=0.9, dampening=0.1, nesterov=True), "dampening = 0.1"
-    ),
-    "two devices": (lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")]), "cpu and meta"),
-    "one memory": (on_one_memory, "another parameter has its memory"),
-    "a parameter twice": (given_twice, "it is passed twice"),
-    "no memory": (lambda: ng.AdamW(nn.Linear(4, 4, device="meta")), "on the meta device"),
-    "codes": (lambda: ng.AdamW([nn.Parameter(Holder((2, 3)))]), "Holder that has no memory"),
-    "a state without a weight": (adopting("exp_avg", 2, 3, has_weight=False), "without the weights"),
-    "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
-    "a state of another shape": (adopting("exp_avg", 3, 2), "'exp_avg' of shape"),
-    "a state of another rule": (adopting("momentum", 2, 3), "has weight, exp_avg, exp_avg_sq"),
-}  # fmt: skip
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    ("two numbers", made(betas=(0.9,))),
+    ("one finite number", made(lr="1")),
+    ("at least 0", made(lr=-1.0)),
+    ("one integer", made(seed="x")),
+    ("one of zero, random", made(low_bits="one")),
+    ("one integer", made(audit_every=1.5)),
+    ("is a compute and a storage", made(storage="bfloat16/word")),
+    ("'word', 'exact' and others take bfloat16", made(storage="float32")),
+    ("clip_grad_norm_", lambda: ng.AdamW([{"params": [narrow(4, 6)], "max_grad_norm": 1.0}])),
+    ("one of adamw", lambda: ng.AdamW([{"params": [narrow(4, 6)], "rule": "lion"}])),
+    (MUON, later_original),
+    (MUON, lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02)),
+    ("does not say that it is monotone", with_own_rule),
+    ("momentum = 0.0", lambda: ng.SGD([narrow(4, 6)], nesterov=True)),
+    ("dampening = 0.1", lambda: ng.SGD([narrow(4, 6)], momentum=0.9, dampening=0.1, nesterov=True)),
+    ("cpu and meta", lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")])),
+    ("another parameter has its memory", on_one_memory),
+    ("it is passed twice", given_twice),
+    ("on the meta device", lambda: ng.AdamW(nn.Linear(4, 4, device="meta"))),
+    ("Holder that has no memory", lambda: ng.AdamW([nn.Parameter(Holder((2, 3)))])),
+    ("without the weights", adopting("exp_avg", 2, 3, has_weight=False)),
+    ("'weight' of shape", adopting("weight", 3, 2)),
+    ("'exp_avg' of shape", adopting("exp_avg", 3, 2)),
+    ("has weight, exp_avg, exp_avg_sq", adopting("momentum", 2, 3)),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_obeyed_is_refused_in_one_line(name: str) -> None:
-    refused, words = REFUSED[name]
+@pytest.mark.parametrize(("words", "make"), REFUSED)
+def test_what_cannot_be_obeyed_is_refused_in_one_line(words: str, make: Callable[[], Any]) -> None:
     with pytest.raises(ng.errors.RecipeError, match=words):
-        refused()
+        make()
 
 
 def test_what_is_refused_changes_nothing() -> None:
@@ -292,10 +266,8 @@ def test_defaults_are_torchs(name: str) -> None:
         assert ours.defaults[option] == theirs[option], option
 
 
-def test_no_step_is_taken_in_a_cuda_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    optimizer = ng.AdamW([torch.nn.Parameter(torch.ones(2, 2))], storage="float32")
+def test_no_step_is_taken_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = ng.AdamW([narrow(2, 2)])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match=r"graph .* would repeat .* random bits"):
@@ -318,7 +290,7 @@ def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float64, Holder])
 def test_a_frozen_parameter_of_another_format_is_left_alone(kind: Any) -> None:
     """As the base of a quantized model. It is refused when it has a gradient."""
-    (weight,) = parameters("word", [(4, 4)])
+    weight = narrow(4, 4)
     frozen = []
     for _ in range(2):
         values = Holder((4, 4)) if kind is Holder else torch.ones(4, 4, dtype=kind)
@@ -336,7 +308,7 @@ def test_a_frozen_parameter_of_another_format_is_left_alone(kind: Any) -> None:
 
 
 def test_notes_of_other_code_stay_beside_a_state() -> None:
-    (weight,) = parameters("word", [(4, 4)])
+    weight = narrow(4, 4)
     optimizer = ng.AdamW([weight], compile=False)
     optimizer.state[weight]["old_p"] = weight.detach().clone()
     take_steps(optimizer, range(1))

@@ -19,7 +19,6 @@ from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import State, check_tensor
 from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
-from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
 def check_members(groups: list[Group], state_dict: Mapping[str, Any]) -> None:
@@ -70,75 +69,65 @@ def loaded_state(kernels: Kernels, group: Group, parameter: Tensor, entry: Group
     return state
 
 
-def saved_states(
-    kernels: Kernels,
-    groups: list[Group],
-    defaults: Mapping[str, Any],
-    state_dict: Mapping[str, Any],
-) -> tuple[dict[Any, Any], list[Group]]:
-    """Return the states and groups of a ``state_dict`` with our parameters.
-
-    Options that a group lacks are the defaults. Entries of other keys stay as they are.
+def loaded_groups(rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]) -> list[Group]:
+    """Return our groups with the options of a saved state. Refuse another storage, and options that
+    the rule cannot obey.
     """
     loaded: list[Group] = []
-    # Keys are numbers, or names from a distributed checkpoint.
-    members: dict[Any, tuple[Group, Tensor]] = {}
     for theirs, ours in zip(state_dict["param_groups"], groups, strict=True):
-        if theirs["storage"] != ours["storage"]:
+        group = {**ours, **copy.deepcopy(theirs), "params": ours["params"]}
+        if group["storage"] != ours["storage"]:
             raise RecipeError(
-                f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of "
+                f"Cannot load a state of storage '{group['storage']}' into an optimizer of "
                 f"storage '{ours['storage']}'.",
                 "Build the optimizer with the storage of the state, or load "
                 "ng.to_torch_state(old), beside ng.full_weights(model, old).",
             )
-        options = {name: value for name, value in theirs.items() if name != "params"}
-        group = {**defaults, **copy.deepcopy(options), "params": ours["params"]}
-        if "param_names" in ours:
-            group.setdefault("param_names", ours["param_names"])
-        check_options(group, kernels.rule)
+        check_options(group, rule)
         loaded.append(group)
-        for key, parameter in zip(theirs["params"], ours["params"], strict=True):
-            members[key] = {**ours, **group}, parameter
+    return loaded
+
+
+def _members(groups: list[Group], state_dict: Mapping[str, Any]) -> dict[Any, tuple[Group, Tensor]]:
+    """Return the group and the parameter of each key of a state: a number, or a name from a
+    distributed checkpoint.
+    """
+    members: dict[Any, tuple[Group, Tensor]] = {}
+    for theirs, group in zip(state_dict["param_groups"], groups, strict=True):
+        for key, parameter in zip(theirs["params"], group["params"], strict=True):
+            members[key] = group, parameter
+    return members
+
+
+def saved_states(
+    kernels: Kernels, groups: list[Group], state_dict: Mapping[str, Any]
+) -> dict[Any, Any]:
+    """Return the states of a state of ours. Entries of other keys stay as they are."""
+    members = _members(groups, state_dict)
     states: dict[Any, Any] = {}
     for key, entry in state_dict["state"].items():
         if key not in members:
             states[key] = entry
         elif entry:
             states[members[key][1]] = loaded_state(kernels, *members[key], entry)
-    return states, loaded
-
-
-def take_options(rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]) -> None:
-    """Take the options of another library's state, and ``initial_lr`` of a schedule."""
-    row = UPDATE_RULES.get(rule.name)
-    names = {"lr", "initial_lr", *(row.option_names if row else ())}
-    for ours, theirs in zip(groups, state_dict["param_groups"], strict=True):
-        ours.update({name: theirs[name] for name in names & theirs.keys()})
+    return states
 
 
 def torch_states(
-    rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]
+    groups: list[Group], state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Tensor | int]]:
-    """Return the moments of a state of torch's Adam or AdamW, by the parameters of our groups.
-
-    Refuse options that the rule cannot obey.
-    """
+    """Return the moments of a state of torch's Adam or AdamW, by the parameters of our groups."""
     states: dict[Tensor, dict[str, Tensor | int]] = {}
-    for ours, theirs in zip(groups, state_dict["param_groups"], strict=True):
-        check_options({**theirs, "params": ours["params"]}, rule)
-        for parameter, key in zip(ours["params"], theirs["params"], strict=True):
-            entry = state_dict["state"].get(key)
-            if not entry:
-                continue
-            if (
-                set(entry) != {"step", *STATE_NAMES}
-                or type(local_of(entry["exp_avg"])) is not Tensor
-            ):
-                raise DataError(
-                    f"Cannot load a state of {', '.join(sorted(entry))}.",
-                    "Give the state of torch's Adam or AdamW, in plain tensors.",
-                )
-            states[parameter] = {"step": int(entry["step"])}
-            for name in STATE_NAMES:
-                states[parameter][name] = at_least_float32(entry[name]).contiguous()
+    for key, (_, parameter) in _members(groups, state_dict).items():
+        entry = state_dict["state"].get(key)
+        if not entry:
+            continue
+        if set(entry) != {"step", *STATE_NAMES} or type(local_of(entry["exp_avg"])) is not Tensor:
+            raise DataError(
+                f"Cannot load a state of {', '.join(sorted(entry))}.",
+                "Give the state of torch's Adam or AdamW, in plain tensors.",
+            )
+        states[parameter] = {"step": int(entry["step"])}
+        for name in STATE_NAMES:
+            states[parameter][name] = at_least_float32(entry[name]).contiguous()
     return states

@@ -25,7 +25,7 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import check_members, saved_states, take_options, torch_states
+from narrowgauge.optim.loading import check_members, loaded_groups, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
 from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
@@ -536,15 +536,14 @@ class Optimizer(torch.optim.Optimizer):
             if mended is not None:
                 state_dict = mended
         check_members(self.param_groups, state_dict)
+        groups = loaded_groups(self.rule, self.param_groups, state_dict)
         if any("storage" not in group for group in state_dict["param_groups"]):
-            moments = torch_states(self.rule, self.param_groups, state_dict)
+            moments = torch_states(groups, state_dict)
             self.adopt({p: self.stored(p) for p in moments}, moments)
-            take_options(self.rule, self.param_groups, state_dict)
+            states: Mapping[Any, Any] = self.state
         else:
-            states, groups = saved_states(
-                self.kernels, self.param_groups, self.defaults, state_dict
-            )
-            self.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
+            states = saved_states(self.kernels, groups, state_dict)
+        self.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
         for loaded in self._optimizer_load_state_dict_post_hooks.values():
             loaded(self)
 
