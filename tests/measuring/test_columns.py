@@ -14,6 +14,7 @@ import narrowgauge as ng
 from measuring.test_laws import CASES
 from measuring.test_two_runs import make_run
 from narrowgauge.measuring.laws import RULES, Laws
+from narrowgauge.measuring.provenance import unlike_ranks
 from narrowgauge.measuring.reading import STAGES
 from narrowgauge.measuring.step import COLUMNS, Rule, Step
 from narrowgauge.measuring.step_row import columns_of
@@ -107,7 +108,7 @@ BAD: dict[str, Any] = {
 """By column: a bad value, or the values before and from step 30."""
 
 
-@pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area and n != "hashes"])
+@pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area])
 def test_a_column_alone_makes_its_law_speak(name: str) -> None:
     """Of a record with one bad column nothing says that its area was looked at, and nothing found."""
     rows: list[dict[str, Any]] = []
@@ -191,12 +192,8 @@ def test_audits_of_a_random_rounding_are_not_accused(storage: str) -> None:
         assert told == ({"stored-share"} if storage == "naive" else set())
 
 
-def test_bits_that_part_after_the_first_step_name_their_rank() -> None:
-    """Parts of a tensor, and weights that are averaged now and then, differ from the first step on."""
-    laws = Laws()
-    told = []
-    for step in range(5):
-        part = [1, 2, 3] if step > 0 else []
-        hashes = {"weight:a": [7, 7, 9] if step == 3 else [], "weight:part": part}
-        told += laws.read(Step(step, hashes=hashes))
-    assert [(reading.step, reading.tensor) for reading in told] == [(3, "weight:a on rank 2")]
+def test_a_rank_with_another_arithmetic_is_named() -> None:
+    results = [{"gelu": "a", "sum": "b"}] * 4
+    results[2] = {"gelu": "c", "sum": "b"}
+    assert unlike_ranks(results) == {"2": ["gelu"]}
+    assert "Rank 2 rounds otherwise" in str(diagnosed([], unlike_ranks={"2": ["gelu"]}))

@@ -1,8 +1,9 @@
-"""Two ranks with a loop of their own: a fault on one of them is located, and parts are no replicas."""
+"""Three ranks with a loop of their own: a fault on one of them is located, and parts are no replicas."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ NAME = "1.weight"
 
 
 def train(rank: int, folder: Path, has_fault: bool) -> None:
-    """Train and record on two ranks, with a fault on the second one in one step."""
+    """Train and record, with one flipped bit in a gradient of the second rank in one step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(29, 16), torch.nn.Linear(16, 29))
     parallel = DistributedDataParallel(model)
@@ -33,7 +34,8 @@ def train(rank: int, folder: Path, has_fault: bool) -> None:
             loss = F.cross_entropy(parallel(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             if has_fault and rank == 1 and step == AT:
-                model.get_parameter(NAME).grad *= 1.5  # type: ignore[operator]
+                gradient: Any = model.get_parameter(NAME).grad
+                gradient.view(torch.int32)[3, 5] ^= 1
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss)
@@ -66,8 +68,10 @@ def train_without_wrapper(
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss)
-    if rank > 0:
-        return []
+    return [] if rank > 0 else apart(folder)
+
+
+def apart(folder: Path) -> list[tuple[int, str]]:
     readings = ng.diagnose(folder).readings
     return [(r.step, r.tensor) for r in readings if r.what == "ranks-apart"]
 
@@ -86,16 +90,18 @@ def train_all(rank: int, place: Path) -> list[list[tuple[int, str]]]:
 
 
 def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path) -> None:
-    answers = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
+    answers = run_ranks(train_all, 3, tmp_path / "ranks", tmp_path)[0]
     parts, unsent, unsummed, written, broken = answers
     assert parts == broken == []
     assert unsent == [(1, "1.weight and 1 other")]
     assert unsummed == [(1, "0.weight")]
-    assert written == [(2, "0.weight")]
+    assert written == [(2, "0.weight on rank 1")]
+    assert apart(tmp_path / "healthy") == []
+    assert apart(tmp_path / "faulty") == [(AT, f"{NAME} on rank 1")]
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
     difference, *_ = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
-    assert "Of 2 ranks these differ there: 1." in runs.lines
+    assert "Of 3 ranks these differ there: 1." in runs.lines
 
 
 @pytest.mark.usefixtures("one_rank")

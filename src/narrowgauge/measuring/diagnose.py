@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.measuring.step import COLUMNS, Step
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.measuring.update_laws import ALL
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.foreign_logs import NAMES
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import number
@@ -28,7 +28,6 @@ FLAGS = {
     "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
     "gradient norms": "recorder.step(grad_norm=)", "evaluations": "recorder.evaluate(loss)",
     "audits": "audit_every=10",
-    COLUMNS["hashes"].area: "fingerprints_every=20",
 }  # fmt: skip
 """Calls and options that some areas need."""
 FIRST = 2
@@ -80,6 +79,8 @@ class Diagnosis(Readings):
         if not self.is_finished:
             self.verdict += " The run is not finished."
         self.lines = [f"{self.name}: {self.verdict}"]
+        for rank, names in run.run.get("unlike_ranks", {}).items():
+            self.lines.append(f"Rank {rank} rounds otherwise than most ranks, in {told(names)}.")
         self.lines += [f"Not read: {note}." for note in run.notes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,15 +141,7 @@ def is_finished(run: Run) -> bool:
 
 def steps_of(run: Run) -> Iterator[Step]:
     """Yield the steps that a record holds."""
-    files = [map(Step.of, run.steps), map(Step.of, run.evals)]
-    if ranks_of(run) > 1:
-        files.append(map(Step.of_fingerprints, run.fingerprints))
-    return heapq.merge(*files, key=attrgetter("step"))
-
-
-def ranks_of(run: Run) -> int:
-    """Return the number of ranks of a run."""
-    return int(run.run.get("machine", {}).get("ranks", 1))
+    return map(Step.of, heapq.merge(run.steps, run.evals, key=itemgetter("step")))
 
 
 def areas_of(run: Run) -> list[str]:
@@ -157,8 +150,8 @@ def areas_of(run: Run) -> list[str]:
     """
     has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
     absent = {"use of the device", "stored updates" if has_audits else "audits"}
-    if ranks_of(run) == 1:
-        absent |= {COLUMNS["apart"].area, COLUMNS["hashes"].area}
+    if run.run.get("machine", {}).get("ranks", 1) == 1:
+        absent.add(COLUMNS["apart"].area)
     columns = {name for rule in RULES for name in rule.needs | rule.also}
     if run.is_foreign:
         columns &= NAMES.keys()
@@ -189,7 +182,7 @@ def _shown(area: str, seen: Area, run: Run) -> str:
     parts = []
     if seen.laws == FINITE:
         parts.append("only whether they are finite")
-    if seen.rows < rows - FIRST and area != COLUMNS["hashes"].area:
+    if seen.rows < rows - FIRST:
         parts.append(f"{seen.rows:,} of {rows:,} rows")
     return f"{area} ({', '.join(parts)})" if parts else area
 

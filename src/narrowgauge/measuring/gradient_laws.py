@@ -8,7 +8,6 @@ from collections.abc import Callable
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS, MOSTLY
-from narrowgauge.measuring.reading import of_all
 from narrowgauge.measuring.step import COLUMNS, Law, Step, Tell, reads
 
 NUMBERS = ("loss", "grad_norm", "limit", "arrived", "lr", "largest", "val_loss")
@@ -120,36 +119,16 @@ def clip_norm(tell: Tell) -> Law:
 
 @reads(also="unsummed apart")
 def ranks(tell: Tell) -> Law:
-    """Read gradients that were not summed over ranks; where they were, weights that differ."""
+    """Read gradients that differ between ranks, and weights that differ where no gradient did before."""
+    explained: set[str] = set()
     while True:
         step = yield
+        explained.update(step.unsummed or ())
+        apart = [name for name in step.apart or () if name not in explained]
         if step.unsummed:
             tell("ranks-apart", step.unsummed, len(step.unsummed), 0)
-        elif step.apart:
-            tell("ranks-apart", step.apart, len(step.apart), 0, stage="optimizer step")
-
-
-@reads("hashes", least=2)
-def bits_of_ranks(tell: Tell) -> Law:
-    """Read tensors whose bits differ between ranks, and did not after the first step: parts of a tensor
-    and weights that are averaged now and then differ from that step on.
-    """
-    alike: set[str] = set()
-    while True:
-        step = yield
-        differing = [key for key, hashes in step.hashes.items() if hashes and key in alike]
-        if differing:
-            hashes = step.hashes[differing[0]]
-            usual = max(hashes, key=hashes.count)
-            ranks = [str(rank) for rank, x in enumerate(hashes) if x != usual]
-            tensor = of_all(differing)
-            if len(ranks) < len(hashes) / 2:
-                tensor += f" on rank {', '.join(ranks)}"
-            is_gradient = differing[0].startswith("grad:")
-            stage = "gradient" if is_gradient else "optimizer step"
-            tell("ranks-apart", tensor, len(differing), 0, stage=stage)
-        if step.step > 0:
-            alike |= {key for key, hashes in step.hashes.items() if not hashes}
+        elif apart:
+            tell("ranks-apart", apart, len(apart), 0, stage="optimizer step")
 
 
 @reads("largest", "largest_in lr skipped", least=5)

@@ -353,8 +353,8 @@ class Meter(Listener):
             "kept": read["kept"].get(""),
         }
         if self._ranks is not None:
-            row["apart"] = _true(read["apart"])
-            row["unsummed"] = _true(read["unsummed"])
+            for what in ("apart", "unsummed"):
+                row[what] = _on_ranks(read[what])
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
@@ -374,3 +374,14 @@ class Meter(Listener):
 
 def _true(flags: Mapping[str, float]) -> list[str]:
     return [name for name, x in flags.items() if x]
+
+
+def _on_ranks(numbers: Mapping[str, float]) -> list[str]:
+    """Return the tensors that differ between ranks, each with the only rank that has another one."""
+    names = []
+    for name, number in numbers.items():
+        if number > 0:
+            names.append(f"{name} on rank {number - 1:.0f}")
+        elif number < 0:
+            names.append(name)
+    return names

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from statistics import mode
 from typing import Any
 
 import torch
@@ -52,7 +53,22 @@ def describe_process(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         machine["device"] = torch.cuda.get_device_name(device)
-    return {"versions": versions, "machine": machine, "arithmetic": measure_arithmetic(device)}
+    arithmetic = measure_arithmetic(device)
+    tables = {"versions": versions, "machine": machine, "arithmetic": arithmetic}
+    unlike = unlike_ranks(all_ranks().gather(arithmetic["results"]))
+    return tables | {"unlike_ranks": unlike} if unlike else tables
+
+
+def unlike_ranks(results: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the operations in which a rank gives other bits than most ranks, by rank."""
+    unlike: dict[str, list[str]] = {}
+    for name in results[0]:
+        bits = [result[name] for result in results]
+        usual = mode(bits)
+        for rank, x in enumerate(bits):
+            if x != usual and 2 * bits.count(usual) > len(bits):
+                unlike.setdefault(str(rank), []).append(name)
+    return unlike
 
 
 def describe_run(

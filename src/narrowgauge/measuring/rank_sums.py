@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.measuring.samples import bits
+from narrowgauge.measuring.samples import decoded
 from narrowgauge.numerics.dtensor import is_sharded
 
 
 class RankSums:
-    """Compare sums of bits of tensors that all ranks hold whole. All ranks make all calls.
+    """Compare sums of all bits of tensors that all ranks hold whole. All ranks make all calls.
 
     Tensors that differ at first are parts of one, unless their first gradients are equal.
 
@@ -33,43 +34,62 @@ class RankSums:
         shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         if any(map(shapes.__ne__, here.gather(shapes))):
             self.whole = {}
-        self._sums = torch.zeros(2, len(self.whole), dtype=torch.float64, device=here.device)
+        self._sums = torch.zeros(2, len(self.whole), dtype=torch.int64, device=here.device)
         if self.whole:
             self.take_weights()
-        self._parts = self._unlike(self._sums)[1]
+        self._parts = self._unlike(self._sums)[1] != 0
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Sum the bits of an optimizer's gradients."""
-        sums = []
-        for p in self.whole.values():
-            is_dense = p in gradients and not gradients[p].is_sparse
-            sums.append(bits(gradients[p]) if is_dense else p.new_zeros((), dtype=torch.float64))
-        self._sums[0] += torch.stack(sums).to(self._sums.device)
+        for place, p in enumerate(self.whole.values()):
+            if p in gradients and not gradients[p].is_sparse:
+                self._sums[0, place] += bits(gradients[p]).to(self._sums.device)
 
     def take_weights(self) -> None:
         """Sum the bits of the weights."""
-        self._sums[1] = torch.stack([*map(bits, self.whole.values())])
+        for place, p in enumerate(self.whole.values()):
+            self._sums[1, place] = bits(p)
 
     def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
-        """Return which gradients and which weights differ between ranks, in one call of all ranks.
-        After an error on one of them nothing differs.
+        """Return which gradients and which weights differ between ranks: 0 for alike, the only other
+        rank, counted from 1, or -1. After an error on one rank nothing differs.
 
         Args:
             is_broken: this rank has nothing to compare, after an error.
             number: steps that are done.
         """
-        errors = torch.full_like(self._sums[:, :1], float(is_broken))
+        errors = torch.full_like(self._sums[:, :1], is_broken)
         unlike = self._unlike(torch.cat([self._sums, errors], 1))
         self._sums.zero_()
-        unsummed, differing = unlike[:, :-1] & ~unlike[:, -1:]
+        unsummed, differing = unlike[:, :-1].masked_fill(unlike[:, -1:] != 0, 0)
         if number == 0:
-            self._parts &= unsummed
-        return {"unsummed": unsummed & ~self._parts, "apart": differing & ~self._parts}
+            self._parts &= unsummed != 0
+        return {
+            "unsummed": unsummed.masked_fill(self._parts, 0),
+            "apart": differing.masked_fill(self._parts, 0),
+        }
 
     def _unlike(self, values: Tensor) -> Tensor:
-        """Return which values differ between ranks: their largest and their smallest do."""
-        extremes = torch.stack([values, -values])
-        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
-        largest, smallest = extremes
-        differs: Tensor = largest != -smallest
-        return differs
+        """Return which values differ between ranks, as :meth:`compare` says: their largest and their
+        smallest do. No device is waited for.
+        """
+        extremes = torch.stack([values, ~values])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        largest, smallest = extremes[0], ~extremes[1]
+        holds = torch.stack([values == largest, values == smallest]).long()
+        held = torch.stack([holds, holds * (self._here.rank + 1)])
+        dist.all_reduce(held)
+        counts, ranks = held
+        is_lone = (counts == 1) & (counts.flip(0) == self._here.size - 1)
+        lone = (is_lone * ranks).sum(0)
+        is_shared = (lone == 0) | is_lone.all(0)  # of two ranks, each is the other
+        unlike: Tensor = lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
+        return unlike
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the sum of all bits of a tensor, in words of 64: exact in any order."""
+    parts = decoded(x).flatten().view(torch.uint8)
+    words = torch.nn.functional.pad(parts, (0, -parts.numel() % 8))  # a copy, which is aligned
+    total: Tensor = words.view(torch.int64).sum()
+    return total

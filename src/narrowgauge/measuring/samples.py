@@ -39,22 +39,20 @@ def _places(size: int, device: torch.device) -> Tensor:
 
 def take(x: Tensor) -> Tensor:
     """Return elements of this rank's part of a tensor, spread over it: the same of each size."""
-    local = local_of(x.detach())
-    if type(local) is not Tensor and hasattr(type(local), "dequantize"):
-        local = local.dequantize()  # the codes of another library
+    local = decoded(x)
     return torch.take(local, _places(local.numel(), local.device))
+
+
+def decoded(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, as values where it holds codes of another library."""
+    local = local_of(x.detach())
+    is_code = type(local) is not Tensor and hasattr(type(local), "dequantize")
+    return local.dequantize() if is_code else local
 
 
 def join(tensors: Iterable[Tensor]) -> Tensor:
     """Return the elements of several tensors, one after another."""
     return torch.cat([*map(take, tensors)])
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor's elements: exact in any order."""
-    values = take(x)
-    integers = getattr(torch, f"int{8 * values.element_size()}")
-    return values.view(integers).double().sum()
 
 
 @dataclass

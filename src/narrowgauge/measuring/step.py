@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.runs.schema import EVAL, FINGERPRINTS, STEP, Column, Row, number
+from narrowgauge.runs.schema import EVAL, STEP, Column, Row, number
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Step:
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
-        apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
+        apart, unsummed: tensors whose weights, and whose gradients, differ between ranks, each with
+            the rank where one alone has another tensor.
         utilization: share of the device's time, in logs of other programs.
-        hashes: of each tensor on each rank, by ``KIND:NAME``; empty for one that is alike on all.
     """
 
     step: int
@@ -62,7 +62,6 @@ class Step:
     largest_in: str = ""
     apart: list[str] | None = None
     unsummed: list[str] | None = None
-    hashes: dict[str, list[int]] = field(default_factory=dict)
 
     def columns(self) -> set[str]:
         """Return the names of what was measured."""
@@ -80,23 +79,8 @@ class Step:
                 values[name] = value
         return cls(row["step"], **values)
 
-    @classmethod
-    def of_fingerprints(cls, row: Row) -> Step:
-        """Return what a row of ``fingerprints.jsonl`` says of ranks, as a step of its own."""
-        hashes: dict[str, list[int]] = {}
-        for key, entry in (row.get("tensors") or {}).items():
-            if not key.startswith(("tokens:", "output:")):  # each rank has its own batch
-                hashes[key] = entry[-1] if isinstance(entry[-1], list) else []
-        return cls(row["step"], hashes=hashes)
 
-
-COLUMNS: dict[str, Column] = (
-    STEP
-    | EVAL
-    | {
-        "hashes": FINGERPRINTS["tensors"],
-    }
-)
+COLUMNS: dict[str, Column] = STEP | EVAL
 """The columns that laws may read."""
 _TYPES = {"text": str, "names": list, "object": dict}
 _MEASURED: dict[str, type] = {}

@@ -26,18 +26,18 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, HASHED, STEP, SUMMARY, Column, Row, number
 from narrowgauge.spec.formats import FORMATS
 
-ROWS = STEP | EVAL
-COLUMNS = SUMMARY | ROWS | HASHED
-"""What is compared: every column and kind of tensor whose unit is not of :data:`UNLIKE`."""
+COLUMNS = SUMMARY | STEP | EVAL
+"""What is compared beside tensors: every column whose unit is not of :data:`UNLIKE`."""
 UNLIKE = ("time", "names", "")
 """Units of what differs between any two runs."""
-_TENSORS = [*HASHED]
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""
 LEAST = 2.0**-20
 """Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
 SHARE = 0.05
 """Difference of two shares, which are of samples."""
+LAST = "weights_fingerprint"
+"""The hash of the final weights, which is compared behind all else."""
 _OWN_TIMES = ("seconds", "per_second", "bytes")
 OTHER = Column("", "number", "", stage="optimizer step", unit="other")
 """A column of the loop's own. Its numbers may differ by a twentieth: no unit is known."""
@@ -48,46 +48,40 @@ class Entry:
     """Hold a compared value.
 
     Args:
-        name: of its column, or of its kind of tensor.
+        tensor: ``KIND:NAME``; empty for a column.
         bits: in which equal values are equal.
         value: a number, or the norm of a tensor.
         count: elements or tokens that it is a sum over; 0 if unknown.
         hashes: of the ranks, where they differ.
     """
 
-    name: str
+    column: Column
+    tensor: str
     bits: str
     value: float | None
     count: float = 0
     hashes: Sequence[int] = ()
 
     @property
-    def column(self) -> Column:
-        return COLUMNS.get(self.name, OTHER)
-
-    @property
     def place(self) -> tuple[int, ...]:
         """Return the place in a step: stage by stage settings, tensors in their order, other numbers."""
         column = self.column
-        rank = _TENSORS.index(self.name) + 1 if self.name in HASHED else 99
-        is_first = column.unit == "setting" and column.type != "names"
-        is_last = self.name in SUMMARY and self.name not in ROWS
-        return is_last, STAGES.index(column.stage), 0 if is_first else rank
+        is_setting = column.unit == "setting" and column.type != "names"
+        rank = 0 if is_setting else 2 - bool(self.tensor)
+        return column.name == LAST, STAGES.index(column.stage), rank
 
     def bound(self, other: Entry, u: float | None) -> float | None:
         """Return the difference that rounding explains; ``None`` if that is not known."""
         size = max(abs(self.value or 0.0), abs(other.value or 0.0)) or 1.0
-        match self.column.unit:
-            case "share":
-                return SHARE
-            case "other":
-                return SHARE * size
-            case "setting":
-                return 0.0
-            case "size":
-                return None if u is None else max(ENVELOPE * u, 2.0**-10) * size
-        if u is None or not self.count:
+        unit = self.column.unit
+        if unit in ("share", "other"):
+            return SHARE * size if unit == "other" else SHARE
+        if unit == "setting":
+            return 0.0
+        if u is None or (unit != "size" and not self.count):
             return None
+        if unit == "size":
+            return max(ENVELOPE * u, 2.0**-10) * size
         return max(ENVELOPE * u / math.sqrt(self.count), LEAST) * size
 
 
@@ -124,7 +118,6 @@ class TwoRuns(Readings):
             details = self._compare(step, here[step], there[step])
             if self.readings:
                 break
-            self.is_complete = "weights_fingerprint" in here[step].keys() & there[step].keys()
         self.verdict = self._verdict(sum(step > 0 for step in steps))
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
         if self.settings or self.readings:
@@ -137,13 +130,15 @@ class TwoRuns(Readings):
         there = _entries(second, step)
         u = None if None in self._units else max(filter(None, self._units))
         differing = [*_differences(step, here, there, u)]
-        beyond = [reading for reading in differing if not _is_within(reading)]
+        if not differing:
+            self.is_complete = LAST in here.keys() & there.keys()
+            return []
+        beyond = [reading for reading in differing if reading.excess > 1]
         is_measured = any(reading.bound is not None for reading in beyond)
         self.readings = beyond if is_measured else differing
-        if not differing:
-            return []
-        is_alike = self._units[0] == self._units[1]
-        self.is_rounding = not beyond and is_alike and self._is_same_program
+        is_alike = self._units[0] == self._units[1] and self._is_same_program
+        self.is_rounding = not beyond and is_alike
+        self.is_complete = False
         at = self.readings[0]
         lines = []
         if at.what == "only-in-one-run":
@@ -158,8 +153,12 @@ class TwoRuns(Readings):
         if self.readings:
             at = self.readings[0]
             words = " within rounding" if self.is_rounding else ""
+            size = ""
+            if at.expected and at.value is not None and math.isfinite(at.value):
+                # The first digits of both may not show it.
+                size = f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
             place = f"{at.tensor or at.what} ({at.stage})"
-            return f"The runs first differ{words} at step {at.step}, in {place}{_size(at)}."
+            return f"The runs first differ{words} at step {at.step}, in {place}{size}."
         if self.is_complete:
             return "The same run, bit for bit to the last weight."
         if not number:
@@ -172,7 +171,11 @@ class TwoRuns(Readings):
         return super().to_dict() | {name: getattr(self, name) for name in names}
 
 
-# ── the records of a step ─────────────────────────────────────────────────────────────────────────
+def _settings_in_words(settings: Mapping[str, tuple[str, str]]) -> str:
+    pairs = [f"{name} {a} and {b}" for name, (a, b) in settings.items()]
+    if not pairs:
+        return "No recorded setting differs."
+    return f"Recorded settings that differ: {told(pairs, 6)}."
 
 
 def _roundoff(run: Run) -> float | None:
@@ -201,30 +204,32 @@ def _rows_of(run: Run) -> dict[int, Row]:
         for row in reversed(table):
             rows[row["step"]] = rows.get(row["step"], {}) | row
     if rows and run.summary is not None:
-        rows[max(rows)]["weights_fingerprint"] = run.summary.get("weights_fingerprint")
+        rows[max(rows)][LAST] = run.summary.get(LAST)
     return rows
 
 
 def _entries(row: Row, step: int) -> dict[str, Entry]:
     """Return each compared column and tensor. Gradients are those at loss scale 1."""
     entries: dict[str, Entry] = {}
-    tensors = row.get("tensors") or {}
+    elements = 0
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
-    if not tokens and "tokens:batch" in tensors:
-        tokens = tensors["tokens:batch"][2]
+    for key, (bits, norm, numel, *more) in (row.get("tensors") or {}).items():
+        kind = key.partition(":")[0]
+        if kind == "grad":
+            norm /= number(row.get("loss_scale")) or 1.0
+            elements += numel
+        elif kind == "tokens":
+            tokens = tokens or numel
+            norm = None  # of integers
+        hashes = next((x for x in more if isinstance(x, list)), ())
+        if kind in HASHED:
+            entries[key] = Entry(HASHED[kind], key, str(bits), norm, numel, hashes)
     for name, x in row.items():
         column = COLUMNS.get(name, OTHER)
         is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))
         if x is not None and not is_own and column.unit not in UNLIKE:
-            entries[name] = Entry(name, str(x), number(x), tokens)
-    for key, (bits, norm, numel, *more) in tensors.items():
-        kind = key.partition(":")[0]
-        if kind == "grad":
-            norm /= number(row.get("loss_scale")) or 1.0
-        hashes = next((x for x in more if isinstance(x, list)), ())
-        value = None if kind == "tokens" else norm  # integers have no norm
-        if kind in HASHED:
-            entries[key] = Entry(kind, str(bits), value, numel, hashes)
+            count = elements if column.unit == "norm" and elements else tokens
+            entries[name] = Entry(column, "", str(x), number(x), count)
     return entries
 
 
@@ -232,49 +237,22 @@ def _differences(
     step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
 ) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
-    kinds = [{key.partition(":")[0] for key in x if ":" in key} for x in (here, there)]
-    shared = kinds[0] & kinds[1]
+    kinds = [{x.column.name for x in entries.values() if x.tensor} for entries in (here, there)]
     entries = {**here, **there}
-    for key in sorted(entries, key=lambda key: entries[key].place):
-        entry = entries[key]
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].place):
         stage = "start" if step == 0 else entry.column.stage
-        tensor = key if ":" in key else ""
-        if key not in here or key not in there:
-            if tensor and entry.name in shared:
-                yield Reading(step, stage, tensor, "only-in-one-run", float(key in there))
-            continue
-        one, other = here[key], there[key]
-        if one.bits == other.bits:
-            continue
-        if one.value is None or other.value is None:
-            yield Reading(step, stage, tensor, "bits" if tensor else key)
-            continue
-        what = "norm" if tensor else key
-        reading = Reading(step, stage, tensor, what, other.value, one.value, one.bound(other, u))
-        if entry.column is not OTHER or not _is_within(reading):
-            yield reading
-
-
-def _is_within(at: Reading) -> bool:
-    """Return whether rounding explains a difference. Within a bound that is unknown nothing is."""
-    return at.excess <= 1
-
-
-# ── the words about a difference ──────────────────────────────────────────────────────────────────
-
-
-def _size(at: Reading) -> str:
-    """Return the relative size of a difference, which the first digits of both may not show."""
-    if not at.expected or at.value is None or not math.isfinite(at.value):
-        return ""
-    return f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
-
-
-def _settings_in_words(settings: Mapping[str, tuple[str, str]]) -> str:
-    if not settings:
-        return "No recorded setting differs."
-    pairs = [f"{name} {a} and {b}" for name, (a, b) in settings.items()]
-    return f"Recorded settings that differ: {told(pairs, 6)}."
+        one, other = here.get(key), there.get(key)
+        if one is None or other is None:
+            if entry.tensor and entry.column.name in kinds[0] & kinds[1]:
+                yield Reading(step, stage, key, "only-in-one-run", float(one is None))
+        elif one.bits != other.bits and (one.value is None or other.value is None):
+            yield Reading(step, stage, entry.tensor, "bits" if entry.tensor else key)
+        elif one.bits != other.bits:
+            what = "norm" if entry.tensor else key
+            numbers = other.value, one.value, one.bound(other, u)
+            reading = Reading(step, stage, entry.tensor, what, *numbers)
+            if entry.column is not OTHER or reading.excess > 1:
+                yield reading
 
 
 def _ranks(here: Entry, there: Entry) -> list[str]:
@@ -284,7 +262,7 @@ def _ranks(here: Entry, there: Entry) -> list[str]:
     count = max(len(here.hashes), len(there.hashes))
     first = here.hashes or [int(here.bits)] * count
     second = there.hashes or [int(there.bits)] * count
-    if not count or len(first) != len(second):
+    if len(first) != len(second):
         return []
     ranks = [str(rank) for rank in range(count) if first[rank] != second[rank]]
     if len(ranks) == count:

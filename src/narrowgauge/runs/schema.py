@@ -65,7 +65,6 @@ TABLES = {kind: _columns(table) for kind, table in _DATA.items()}
 """The columns of each file, by the file's stem."""
 STEP = TABLES["steps"]
 EVAL = TABLES["evals"]
-FINGERPRINTS = TABLES["fingerprints"]
 SUMMARY = TABLES["summary"]
 
 
