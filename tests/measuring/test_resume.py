@@ -275,7 +275,7 @@ def test_a_recorder_says_at_the_resume_what_was_not_restored(case: str, tmp_path
     run = ng.read_run(tmp_path / "run")
     logged = [event["text"] for event in run.events if event["what"] == "not-restored"]
     notices = [str(warning.message) for warning in caught if warning.category is RunNotice]
-    assert len(logged) == sum(notice.startswith("not restored: ") for notice in notices)
+    assert len(logged) == sum(notice.startswith("not-restored: ") for notice in notices)
     assert len(logged) == sum(r.what == "not-restored" for r in ng.diagnose(run))
     assert len(logged) == len(expected), logged
     for sentence, beginning in zip(logged, expected, strict=True):

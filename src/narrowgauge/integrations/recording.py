@@ -42,7 +42,7 @@ class RecordedCallback:
             gauges_every=self.gauges_every, **options,
         )  # fmt: skip
         if goes_on:
-            self.recorder.go_back(step, rows_lost=True)
+            self.recorder.go_back(step)
 
     def _step(self, loss: float | Tensor | None, **columns: Any) -> None:
         """Record a step, with the tokens since the last one."""

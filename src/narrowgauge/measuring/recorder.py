@@ -38,7 +38,7 @@ from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
-from narrowgauge.runs.record import Run, read_run, rows_in
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import Record, plain, require_columns
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
@@ -307,9 +307,7 @@ class RunRecorder:
         self._certificate.write(path, objects)
         self.event("checkpoint", "the loop saved a checkpoint", place=str(Path(path).absolute()))
 
-    def go_back(
-        self, step: int, *, tokens: int | None = None, rows_lost: bool = False, **objects: Any
-    ) -> None:
+    def go_back(self, step: int, *, tokens: int | None = None, **objects: Any) -> None:
         """Continue after ``step``. Move rows of later steps to ``FILE.cut``, since the loop repeats
         these steps.
 
@@ -319,12 +317,14 @@ class RunRecorder:
         Args:
             step: steps that the loaded checkpoint has done.
             tokens: trained on in these steps; ``None``: as the last row says.
-            rows_lost: take a step beyond the last row: rows were lost, or steps not recorded.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         Raises:
-            RecordError: the record ends before ``step``, or ``step`` is below 0.
+            RecordError: ``step`` is below 0.
         """
-        run = self._here.of_first(lambda: self._rewound(step, rows_lost))
+        if step < 0:
+            words = f"Cannot go back to step {step} because the first step is 0."
+            raise RecordError(words, "Give the step of the loaded checkpoint.")
+        run = self._here.of_first(lambda: self._rewound(step))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._ended)
         last = run.steps[-1] if run.steps else {}
@@ -335,34 +335,25 @@ class RunRecorder:
         self._must_go_back = False
         for event in run.events:
             if event["what"] == "checkpoint" and event["step"] == step and "place" in event:
-                self._compare_states(event["place"], objects)
+                for kind, text in self._certificate.differences(event["place"], objects).items():
+                    words = f"{kind}: {text}.".removeprefix(": ")
+                    self._tell("not-restored", words, tensor=kind, severity="error")
                 break
         self._begin_at(step)
         if not is_fresh:
             self.event("resume", f"from step {step}")
 
-    def _rewound(self, step: int, rows_lost: bool) -> Run:
+    def _rewound(self, step: int) -> Run:
         """Set the rows after a step aside, on rank 0, and return the run that is left."""
         assert self._record is not None
-        last = 0
-        for row in rows_in(self._record.path / "steps.jsonl", []):
-            last = row["step"]
-        if step < 0 or (step > last > 0 and not rows_lost):
-            raise RecordError(
-                f"Cannot go back to step {step} because the record has steps up to {last}.",
-                "Give the step of the loaded checkpoint; if rows were lost, with rows_lost=True.",
-            )
         self._record.rewind(step)
         while self._record.notes:
-            self._note(self._record.notes.pop())
-        return read_run(self._record.path)
-
-    def _compare_states(self, path: str, objects: Mapping[str, Any]) -> None:
-        """Tell each kind of state that is not as it was saved."""
-        for kind, text in self._certificate.differences(path, objects).items():
-            words = f"{kind}: {text}.".removeprefix(": ")
-            self.event("not-restored", words, tensor=kind, severity="error")
-            self._warn(f"not restored: {words}")
+            self._tell("note", self._record.notes.pop())
+        run = read_run(self._record.path)
+        last = max((row["step"] for row in run.steps[-1:]), default=step)
+        if last < step:
+            self._tell("note", f"steps {last + 1} to {step} have no rows")
+        return run
 
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
@@ -372,14 +363,17 @@ class RunRecorder:
         reached the last step.
         """
         row = self.meter.last
-        shares = row.get("stored")
-        numbers = {"lr": row.get("lr"), "grad_norm": row.get("arrived")}
+        numbers = {}
+        for name, column in (("lr", "lr"), ("grad_norm", "arrived")):
+            if column in row:
+                numbers[name] = row[column]
+        shares = [*row.get("stored", {}).values()]
         if isinstance(self.optimizer, Optimizer):
             total = audit(self.optimizer).total
-            numbers["stored_share"] = None if total is None else total.edq
-        elif shares:
-            numbers["stored_share"] = fmean(shares.values())
-        return {name: x for name, x in numbers.items() if x is not None}
+            shares = [] if total is None else [total.edq]
+        if shares:
+            numbers["stored_share"] = fmean(shares)
+        return numbers
 
     def close(self, finished: bool = True) -> None:
         """End the record, and remove every hook. A second call does nothing.
@@ -432,13 +426,12 @@ class RunRecorder:
 
     def _ended(self, text: str, area: str = "") -> None:
         """Log that a measure ended, as what is not looked at from here on, and show it."""
-        self.event("unseen", text, tensor=area or f"what comes after step {self.num_steps}")
-        self._warn(text)
+        self._tell("unseen", text, tensor=area or f"what comes after step {self.num_steps}")
 
-    def _note(self, text: str) -> None:
-        """Log a note, and show it."""
-        self.event("note", text)
-        self._warn(text)
+    def _tell(self, what: str, text: str, **fields: Any) -> None:
+        """Log what happened, and show it."""
+        self.event(what, text, **fields)
+        self._warn(f"{what}: {text}")
 
     def _warn(self, text: str) -> None:
         """Show a sentence. No line of the loop is at fault, so none is shown."""

@@ -1,4 +1,4 @@
-"""Figures as SVG: lines over steps, with their names at their ends.
+"""Figures as SVG: lines over steps, with their names below.
 
 A figure needs no script and no style sheet, so it may be copied into a paper: text and axes take the
 colour of the text around it, and lines have colours that are readable on white and on near black.
@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4559a", "#a58412", "#7565d0", "#7d838e")
-"""By recipe. The first four are told apart by the colour-blind, too (after Okabe and Ito)."""
+"""By recipe; of more recipes, lines are dashed. The first four are told apart by the colour-blind, too
+(after Okabe and Ito).
+"""
 WIDTH = 440
 """Of a figure, in units of which a letter takes about seven."""
 LEFT = 52
 TOP = 26
 HEIGHT = 200
 """Of the axes, which begin at ``LEFT`` and ``TOP``."""
-LONGEST = 22
-"""Letters of a label."""
-APART = 14.0
-"""Units between labels."""
+LONGEST = 24
+"""Letters of a label, of which two stand in a row."""
 POINTS = 700
 """A figure has about this many points: longer lines are drawn by means of equal parts."""
 FEW = 13
@@ -38,14 +38,14 @@ FIGURE = (
 TEXT = '<text x="{:.0f}" y="{:.1f}" text-anchor="{}" fill="currentColor">{}</text>'.format
 GRID = '<path d="M52 {:.1f}h{}" stroke="currentColor" stroke-opacity=".18"/>'.format
 BAND = '<rect y="{:.1f}" width="{}" height="{:.1f}" fill="currentColor" fill-opacity=".09"/>'.format
-CURVE = '<g stroke="{}" stroke-width="{}"><title>{}</title><path d="{}"/></g>'.format
+CURVE = '<g stroke="{}" stroke-width="{}" stroke-dasharray="{}"><title>{}</title><path d="{}"/></g>'.format
 MARK = '<path d="{}" stroke="{}" stroke-width="{}" stroke-linecap="round"/>'.format
 PLOT = '<svg x="52" y="26" width="{}" height="{}">{}</svg>'.format
 
 
 class Line(NamedTuple):
-    """A line of values over steps. ``label`` is written at the end of a ``main`` line: the only one of
-    its colour, or the mean of several seeds. NaN is a gap.
+    """A line of values over steps. A ``main`` line, whose ``label`` is written, is the only one of its
+    colour, or the mean of several seeds. NaN is a gap.
     """
 
     label: str
@@ -54,6 +54,7 @@ class Line(NamedTuple):
     steps: np.ndarray
     values: np.ndarray
     is_main: bool = False
+    dash: str = "none"
 
 
 class Axis(NamedTuple):
@@ -87,30 +88,36 @@ def figure(
     if size > 1:
         unit += f" (means of {size} points)"
     thin = list(map(thinned, lines, [size] * len(lines)))
-    main = list(filter(attrgetter("is_main"), thin))
-    across, down = _axes(thin, main, shown)
+    low, high = axis_range(np.concatenate(list(map(attrgetter("values"), thin))), shown)
+    across = Axis(0.0, max(line.steps.max() for line in thin), WIDTH - LEFT - 24)
+    down = Axis(high, low, HEIGHT)
     top, bottom = down.at(band), down.at(-band)
     inside = BAND(top, across.length, bottom - top) if band else ""
     for line in thin:
         inside += _curve(line, across, down)
-    parts = [TEXT(0, 12, "start", unit), PLOT(across.length, down.length, inside)]
-    parts += [*_scales(across, down), *_labels(main, LEFT + across.length, down)]
-    return FIGURE(title, caption, unit, TOP + down.length + 26, "".join(parts))
+    names, end = _names(list(filter(attrgetter("is_main"), thin)))
+    parts = [TEXT(0, 12, "start", unit), PLOT(across.length, HEIGHT, inside)]
+    parts += [*_scales(across, down), names]
+    return FIGURE(title, caption, unit, end, "".join(parts))
 
 
-def _axes(lines: Sequence[Line], main: Sequence[Line], shown: Sequence[float]) -> tuple[Axis, Axis]:
-    """Return the axes of steps and values. Labels stand to the right of them."""
-    longest = min(LONGEST, max(map(len, map(attrgetter("label"), main))))
-    end = np.concatenate(list(map(attrgetter("steps"), lines))).max()
-    low, high = axis_range(np.concatenate(list(map(attrgetter("values"), lines))), shown)
-    across = Axis(0.0, end, WIDTH - LEFT - 20 - 7 * longest)
-    return across, Axis(high, low, max(HEIGHT, APART * len(main)))
+def _names(lines: Sequence[Line]) -> tuple[str, float]:
+    """Return the names of lines, two in a row below the axes, and where the last row ends."""
+    names = ""
+    y = TOP + HEIGHT + 26
+    for place, line in enumerate(lines):
+        x = LEFT + 200 * (place % 2)
+        names += CURVE(line.colour, 3, line.dash, "", f"M{x - 26} {y + 12}h20")
+        words = line.label if len(line.label) <= LONGEST else f"{line.label[: LONGEST - 1]}…"
+        names += TEXT(x, y + 16, "start", escape(words))
+        y += 18 * (place % 2)
+    return names, y + 22
 
 
 def _scales(across: Axis, down: Axis) -> list[str]:
     """Return the grid of the values, and the numbers on both axes."""
     bottom = TOP + down.length + 18
-    parts = [TEXT(LEFT + across.length + 28, bottom, "start", "step")]
+    parts = [TEXT(0, bottom, "start", "step")]
     for value, words in ticks(down.end, down.start):
         y = TOP + down.at(value)
         parts += [GRID(y, across.length), TEXT(LEFT - 6, y + 4, "end", words)]
@@ -130,32 +137,8 @@ def _curve(line: Line, across: Axis, down: Axis) -> str:
             dots.append(f"M{x:.0f} {y:.1f}h.1")
         is_gap = math.isnan(y)
     name = line.label if line.is_main else f"{line.label}, seed {line.seed}"
-    curve = CURVE(line.colour, 2 if line.is_main else 0.7, escape(name), commands)
+    curve = CURVE(line.colour, 2 if line.is_main else 0.7, line.dash, escape(name), commands)
     return curve + MARK("".join(dots), line.colour, 5) if len(dots) < FEW else curve
-
-
-def _labels(lines: Sequence[Line], x: float, down: Axis) -> list[str]:
-    """Return the names of lines at their last finite values, pushed apart."""
-    ends = []
-    for line in lines:
-        finite = line.values[np.isfinite(line.values)]
-        if len(finite):
-            ends.append((float(down.at(finite[-1]).clip(0, down.length)), line.label, line.colour))
-    ends.sort()
-    parts = []
-    for (y, label, colour), place in zip(ends, apart(ends, down.length), strict=True):
-        parts.append(MARK(f"M{x} {TOP + y:.1f}L{x + 8} {TOP + place:.1f}", colour, 2))
-        words = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
-        parts.append(TEXT(x + 12, TOP + place + 4, "start", escape(words)))
-    return parts
-
-
-def apart(ends: Sequence[tuple[float, str, str]], length: float) -> np.ndarray:
-    """Return the sorted first values at least a gap apart: pushed down, and back up from the end."""
-    room = APART * np.arange(len(ends))
-    places = np.array(list(map(itemgetter(0), ends)))
-    moved = np.maximum.accumulate(places - room) + room
-    return np.asarray(np.minimum(moved, length - room[::-1]))
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:

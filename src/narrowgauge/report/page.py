@@ -162,12 +162,15 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
     order = [*dict.fromkeys(labels)]
     lines: dict[str, list[Line]] = {column: [] for column in CURVES}
     for run, label in zip(runs, labels, strict=True):
-        colour = COLOURS[order.index(label) % len(COLOURS)]
+        turn, place = divmod(order.index(label), len(COLOURS))
+        colour = COLOURS[place]
+        dash = "none" if turn == 0 else "5 3"
         columns = columns_in(run.steps, CURVES) | columns_in(run.evals, ["val_loss"])
         for name, points in columns.items():
             if points:
                 steps, values = np.frombuffer(points).reshape(-1, 2).T
-                lines[name].append(Line(label, colour, seed_of(run), steps, values))
+                line = Line(label, colour, seed_of(run), steps, values, dash=dash)
+                lines[name].append(line)
     return lines
 
 

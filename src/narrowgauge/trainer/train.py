@@ -283,7 +283,7 @@ def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> Ru
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
         on_row=_shown(settings, say), resume=True, tables={"data": data},
     )  # fmt: skip
-    recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step, rows_lost=True)
+    recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
     if not run.step and not entry.events:
         say(f"A new run in {settings.folder}.")
     for kind, words in entry.events:
