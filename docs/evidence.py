@@ -9,7 +9,7 @@ stands between the two comments is written here::
 A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
 runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
 
-    python docs/evidence.py     write README, RESULTS, CLAIMS, docs/ and the planner's losses
+    python docs/evidence.py     write README, RESULTS, CLAIMS and docs/
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import RecipeError
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.significance import student_t
 from narrowgauge.spec.toml import load_toml
 
@@ -302,31 +300,6 @@ def table(spec: Row) -> str:
     return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
 
 
-def is_recipe(name: str) -> bool:
-    """Return whether the package has this recipe today."""
-    try:
-        parse(name)
-    except RecipeError:
-        return False
-    return True
-
-
-def losses() -> str:
-    """Return the losses of our recipes that were measured with three seeds, as lines of TOML."""
-    where = {"setting": "llama-1m", "lr": 1e-3, "beta2": 0.95}
-    records = lines_of("benchmarks/trainings.jsonl")
-    lines = []
-    for row in dict.fromkeys(run["row"] for run in records):
-        recipe = row if "/" in row else f"bfloat16/{row}"
-        spec = {"records": "trainings", "where": {**where, "row": row}, "baseline": "master"}
-        costs = differences(runs_of(spec)[1])
-        if len(costs) >= 3 and is_recipe(recipe):
-            # 0.0 takes its sign from a cost that rounds to -0.0.
-            cost = round(statistics.fmean(costs), 4) + 0.0
-            lines.append(f'"{recipe}" = [{cost:.4f}, {half_interval(costs):.4f}]')
-    return "\n".join(sorted(lines))
-
-
 @cache
 def golden() -> dict[str, dict[str, str]]:
     """Return the recorded bits of steps, layers and sums, by section and name."""
@@ -401,8 +374,6 @@ def section_table(name: str) -> str:
 
 def written(name: str) -> str:
     """Return what stands at a citation: a table between empty lines, or the figure of a row."""
-    if name == "losses":
-        return f"\n{losses()}\n# "
     tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
     if name.startswith("section "):
         return f"\n\n{section_table(name.removeprefix('section '))}\n\n"
@@ -416,8 +387,7 @@ def filled(text: str) -> str:
 
 def pages() -> list[Path]:
     """Return the files that cite evidence."""
-    markdown_pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-    return [*markdown_pages, ROOT / "src/narrowgauge/planner/data/losses.toml"]
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def main() -> None:

@@ -38,11 +38,3 @@ def test_chips_fill_whole_nodes() -> None:
     for field in ({"memory_gb": "94"}, {"peak_tflops": {}}):
         with pytest.raises(NarrowgaugeError):
             replace(mine, **field)
-
-
-def test_rotary_positions_go_on() -> None:
-    """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
-    answer = plan(
-        "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=131_072
-    )
-    assert answer.best.has_room

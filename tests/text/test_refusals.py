@@ -43,7 +43,7 @@ COMMANDS = [
     ("train --out nowhere", "DataError", "narrowgauge tokenize TEXT OUT"),
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("plan run", "UsageError", "--model"),
-    (f"{CHIP} --layout head", "RecipeError", "layout = .head.*fsdp2"),
+    (f"{CHIP} --layout head", "RecipeError", "'head'.*NAME=VALUE"),
     (f"{CHIP} --chips eight", "UsageError", "'eight'"),
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
     ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),

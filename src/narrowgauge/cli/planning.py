@@ -92,7 +92,7 @@ def plan_group(context: click.Context) -> None:
 )
 @click.option(
     "--layout", metavar="FIELD=N,…",
-    help="Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs).  [default: all]",
+    help="Values of data, shard, zero, tensor, pipeline, micro_batch, …  [default: all]",
 )  # fmt: skip
 @flags.json_object
 def run_command(as_json: bool, **asked: Any) -> None:
@@ -126,10 +126,11 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     narrowgauge plan next "config=llama3_8b.toml log=train.log chips=8" chips=128
     narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
-    from narrowgauge.planner.measured_logs import read_measured, read_question
+    from narrowgauge.planner.layouts import read_values
+    from narrowgauge.planner.measured_logs import read_measured
 
     measured = read_measured(run)
-    answer = measured.next(**read_question(changes))
+    answer = measured.next(**read_values(changes))
     if as_json:
         return tables.write_json({**answer.row(), "assumed": measured.assumed})
     return click.echo(f"{measured}\n{answer}")

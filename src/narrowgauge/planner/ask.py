@@ -26,28 +26,6 @@ FOREIGN_RULES: dict[str, float] = load_data("rules", "planner")
 """Bytes of state a parameter of rules that this project does not step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Hold the fractions of a chip's printed rates that training reaches (``data/fitted.toml``)."""
-
-    linear: float
-    float8: float
-    experts: float
-    attention: float
-    bandwidth: float
-    link: float
-    network: float
-    hidden: float
-
-
-@lru_cache
-def shares_of(chip: Chip) -> Shares:
-    """Return the shares of a chip."""
-    starts = FITTED["linear"]
-    architecture = next(start for start in starts if chip.architecture.startswith(start))
-    return Shares(starts[architecture], **FITTED["shares"])
-
-
 class Parts(NamedTuple):
     """Hold numbers of a model's state by place (:attr:`Architecture.weights`)."""
 
@@ -66,7 +44,6 @@ class Ask:
         program: the training loop.
         tuning: what trains.
         optimizer: a rule of ``narrowgauge show rules`` or ``FOREIGN_RULES``, for its states.
-        shares: of the chip's rates; None for the fitted ones.
     """
 
     architecture: Architecture
@@ -77,7 +54,6 @@ class Ask:
     program: Program = DEFAULT
     tuning: Tuning = EVERYTHING
     optimizer: str = "adamw"
-    shares: Shares | None = None
 
     @property
     def chip(self) -> Chip:

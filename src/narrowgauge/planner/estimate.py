@@ -16,7 +16,6 @@ ERRORS: dict[str, Any] = load_data("errors", "planner")
 """Ends of the 80 % intervals of measured over planned values, of published runs that were asked by
 name; and ``next``, the half widths by what differs between two runs.
 """
-_LOSSES: dict[str, list[float]] = load_data("losses", "planner")
 Ends = tuple[float, float]
 """The ends of an 80 % interval."""
 SECONDS_PER_DAY = 86_400
@@ -28,7 +27,7 @@ restarts, repeated work, evaluations. BLOOM took 11 % more GPU-hours than its st
 Llama 2's 7B and 13B about a third more (2307.09288, table 2).
 """
 _ROW = ("fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_length", "tokens_per_step",
-        "tokens_per_second", "rate_interval", "memory_interval", "mfu", "measured_loss")  # fmt: skip
+        "tokens_per_second", "rate_interval", "memory_interval", "mfu")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,16 +104,6 @@ class Estimate(Ask):
         for matmul in self.tuning.adapters(self.architecture):
             operations += 3 * matmul.flops_per_token
         return self.tokens_per_second * operations / (self.cluster.chips * self.chip.peak_flops)
-
-    @property
-    def measured_loss(self) -> list[float] | None:
-        """Return the validation loss of the recipe less that of ``bfloat16/master`` in nats, and
-        half its 95 % interval: of a model of one million weights, not of this one. None if it was
-        not measured so, or if the plan does not train all weights by AdamW.
-        """
-        if self.optimizer != "adamw" or self.tuning.lora:
-            return None
-        return _LOSSES.get(f"{self.recipe.compute.name}/{self.recipe.storage.short_name}")
 
     def days(self, num_tokens: float) -> float:
         """Return the days of a whole run: its steps, and the usual restarts."""

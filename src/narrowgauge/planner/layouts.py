@@ -167,40 +167,12 @@ def suits(a: Architecture, layout: Layout, sequence_length: int) -> bool:
     )
 
 
-NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},
-}
-"""Layouts of ``narrowgauge train``."""
-
-
 def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas.
-
-    Fields override names.
-    """
-    named = ""
-    if not isinstance(layout, Mapping):
-        named, layout = read_fields(str(layout), "layout", NAMED_LAYOUTS)
-    refuse_unknown(layout, FIELDS, "a layout", RecipeError)
-    values = {**NAMED_LAYOUTS.get(named, {}), **layout}
+    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` between commas."""
+    values = layout if isinstance(layout, Mapping) else read_values(str(layout).split(","))
+    refuse_unknown(values, FIELDS, "a layout", RecipeError)
     Layout(**values)
-    return values
-
-
-def read_fields(text: str, noun: str, names: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``noun`` they describe.
-
-    The name is empty without one.
-    """
-    named = ""
-    assigned = []
-    for word in filter(None, map(str.strip, text.split(","))):
-        if "=" in word:
-            assigned.append(word)
-        else:
-            require_choice(noun, word, names)
-            named = word
-    return named, read_values(assigned)
+    return {**values}
 
 
 def read_values(words: Iterable[str]) -> dict[str, Any]:
@@ -211,11 +183,12 @@ def read_values(words: Iterable[str]) -> dict[str, Any]:
         {'chips': 128, 'recipes': 'float8-row/word', 'sequence_length': 16384}
     """
     values: dict[str, Any] = {}
-    for word in words:
+    for word in filter(str.strip, words):
         name, equals, value = map(str.strip, word.partition("="))
         if not equals:
             raise RecipeError(f"Cannot read {word!r}.", "Write NAME=VALUE: chips=128.")
-        values[name.replace("-", "_")] = value
+        name = name.replace("-", "_")
+        values[name] = value
         with contextlib.suppress(ValueError):
-            values[name.replace("-", "_")] = json.loads(value)
+            values[name] = json.loads(value)
     return values

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from narrowgauge.planner.ask import Ask
-from narrowgauge.planner.program import LOGIT_BYTES
+from narrowgauge.planner.program import LOSSES
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import bytes_per_number
@@ -113,7 +113,7 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     again = 0.0 if layout.recompute == "none" else layer
     logits = 0.0
     if layout.pipeline <= 2:  # in a longer pipeline the first stage holds more
-        logits = a.vocab_size * LOGIT_BYTES[ask.program.loss] / layout.tensor
+        logits = a.vocab_size * LOSSES[ask.program.loss].kept / layout.tensor
         logits += 4 * a.hidden_size / layout.tensor + 2 * stream
     is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
     early = 0.0 if is_late else gradients

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, NarrowgaugeError
@@ -31,8 +32,16 @@ SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
 OTHER = "another chip, program, rule or training: no interval"
 _TRUSTS = {SAME: 1.0, BEYOND: 0.0, OTHER: 0.0}
-_SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
-_ONE = ("recipes", "chip", "chips", "cluster")
+_SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype",
+          "micro_batch", "recompute")  # fmt: skip
+_ONE = ("recipes", "cluster", "chip", "chips")
+_ASSUMED = {
+    "sequence_length": "sequence_length",
+    "recipes": "recipe.name",
+    "program": "program.name",
+    "layout": "layout",
+}
+"""What a question may leave out, and where its plan has it."""
 MOST_OF_ONE = 0.25
 """Measured over planned rate below which a rate that suits one chip is taken for one chip's."""
 
@@ -40,13 +49,13 @@ MOST_OF_ONE = 0.25
 def _loop_of(job: Estimate) -> tuple[Any, ...]:
     """Return what no pair of published runs differs in."""
     tuning = job.tuning.lora > 0, job.tuning.base, job.tuning.experts
-    is_mixture = job.architecture.num_experts > 0
-    return is_mixture, job.chip.name, job.program, job.optimizer, tuning
+    return job.architecture.num_experts > 0, job.chip.name, job.program, job.optimizer, tuning
 
 
 def difference_of(run: Estimate, job: Estimate) -> str:
     """Name what differs most between two jobs: a row of ``next`` in ``data/errors.toml``."""
     longer = abs(math.log2(job.sequence_length / run.sequence_length))
+    more = abs(math.log2(job.cluster.chips / run.cluster.chips))
     if run == job:
         return SAME
     if _loop_of(run) != _loop_of(job):
@@ -57,15 +66,11 @@ def difference_of(run: Estimate, job: Estimate) -> str:
         return BEYOND if longer > 2 else "length to 4 times"
     if job.architecture.num_parameters != run.architecture.num_parameters:
         return "another size"
-    if abs(math.log2(job.cluster.chips / run.cluster.chips)) > 4:
-        return "chips beyond 16 times"
-    return "layout, batch, precision, chips to 16 times"
+    return "chips beyond 16 times" if more > 4 else "layout, batch, precision, chips to 16 times"
 
 
-def _around(value: float, difference: str) -> Ends | None:
-    """Return the 80 % interval of a plan that differs so from a measured run; None without pairs."""
-    if difference == OTHER:
-        return None
+def _around(value: float, difference: str) -> Ends:
+    """Return the 80 % interval of a plan that differs so from a measured run."""
     wider = 1 + ERRORS["next"][difference]
     return value / wider, value * wider
 
@@ -98,8 +103,7 @@ class Next(NamedTuple):
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
-        row = self._asdict()
-        return {**row.pop("job").row(), **row}
+        return {**self._asdict(), **self.job.row(), "job": _described(self.job)}
 
     def __str__(self) -> str:
         if self.difference == SAME:
@@ -141,34 +145,38 @@ class MeasuredRun:
         peak_gb: float = 0.0,
         **asked: Any,
     ) -> None:
-        require_number("tokens_per_second", tokens_per_second)
-        require_number("tokens_per_second_per_chip", tokens_per_second_per_chip)
-        require_number("peak_gb", peak_gb)
+        rates = {
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_chip": tokens_per_second_per_chip,
+        }
+        for name, value in {**rates, "peak_gb": peak_gb}.items():
+            require_number(name, value)
         if bool(tokens_per_second) == bool(tokens_per_second_per_chip):
             raise DataError(
                 "Cannot plan from a run without one rate.",
                 "Name tokens_per_second of all chips, or tokens_per_second_per_chip.",
             )
         self.asked = {"model": model, **asked}
-        self.job = self._job(asked)
-        rate = tokens_per_second or tokens_per_second_per_chip * self.job.cluster.chips
-        self.tokens_per_second = rate
+        self.job = self._job({})
+        self.tokens_per_second = (
+            tokens_per_second or tokens_per_second_per_chip * self.job.cluster.chips
+        )
         self.peak_gb = peak_gb
         self.counted_gb = self.job.allocated_bytes / 1e9
-        self.ratio = rate / self.job.tokens_per_second
+        self.ratio = self.tokens_per_second / self.job.tokens_per_second
         self._refuse_implausible()
 
     def _job(self, asked: dict[str, Any]) -> Estimate:
         """Return the plan of the run: what it does not name is not searched, but its layout."""
+        asked = {**self.asked, **asked}
+        asked["recipes"] = asked.get("recipes") or "bfloat16/master"
         for name in _ONE:
             if len(listed(asked.get(name, ()))) > 1:
                 raise DataError(
                     f"Cannot plan from a run with {name} = {asked[name]!r} because a run has one.",
                     "Name one, and ask for each next run.",
                 )
-        named = {**self.asked, **asked}
-        named["recipes"] = named.get("recipes") or "bfloat16/master"
-        return plan(**named, advise=False).best
+        return plan(**asked, advise=False).best
 
     def _refuse_implausible(self) -> None:
         """Refuse a rate and a peak that no such machine reaches."""
@@ -195,14 +203,11 @@ class MeasuredRun:
     @property
     def assumed(self) -> dict[str, str]:
         """Return what the question did not name, as it was planned."""
-        job = self.job
-        values = {
-            "sequence_length": job.sequence_length,
-            "recipes": job.recipe.name,
-            "program": job.program.name,
-            "layout": job.layout,
-        }
-        return {name: str(value) for name, value in values.items() if not self.asked.get(name)}
+        values = {}
+        for name, place in _ASSUMED.items():
+            if not self.asked.get(name):
+                values[name] = str(operator.attrgetter(place)(self.job))
+        return values
 
     def next(self, **changes: Any) -> Next:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
@@ -214,11 +219,14 @@ class MeasuredRun:
         difference = difference_of(self.job, job)
         rate = job.tokens_per_second * math.pow(self.ratio, _TRUSTS.get(difference, TRUST))
         peak = self.peak_of(job)
-        rates = _around(rate, difference)
-        peaks = _around(peak, "memory") if rates else None
-        fits = "no"
-        if peak <= _reservable_gb(job):
-            fits = "yes" if peaks and peaks[1] <= _reservable_gb(job) else "barely"
+        room = _reservable_gb(job)
+        rates = peaks = None
+        if difference != OTHER:
+            rates = _around(rate, difference)
+            peaks = _around(peak, "memory")
+        fits = "barely" if peak <= room else "no"
+        if peaks and peaks[1] <= room:
+            fits = "yes"
         return Next(job, difference, rate, rates, peak, peaks, fits)
 
     def peak_of(self, job: Estimate) -> float:
@@ -231,23 +239,20 @@ class MeasuredRun:
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
         """Return a plan in this run's layout, if that is known and fits; else in the fastest."""
-        asked = {"layout": {}, **self.asked, **changes}
+        asked = {**self.asked, **changes}
         layout = self.job.layout
         if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
-            names = "cluster", "chip", "chips"
-            machine = next(machines_of(*(asked.get(name, ()) for name in names)))
-            length: int = asked.get("sequence_length") or self.job.sequence_length
+            machine = next(machines_of(*(asked.get(name, ()) for name in _ONE[1:])))
+            length = asked.get("sequence_length") or self.job.sequence_length
             least = max(self.job.tokens_per_step, length * layout.num_replicas)
             asked["tokens_per_step"] = max(length, least * machine.chips / self.job.cluster.chips)
         if self.asked.get("layout") and "layout" not in changes:
-            shape = {name: getattr(layout, name) for name in _SHAPE}
-            batch = {"micro_batch": layout.micro_batch, "recompute": layout.recompute}
-            for fields in ({**shape, **batch}, shape):
-                with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
-                    job = self._job({**asked, "layout": fields})
-                    if self.peak_of(job) <= _reservable_gb(job):
-                        return job
             asked["layout"] = {}
+            fields = {name: getattr(layout, name) for name in _SHAPE}
+            with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
+                job = self._job({**asked, "layout": fields})
+                if self.peak_of(job) <= _reservable_gb(job):
+                    return job
         return self._job(asked)
 
     def __str__(self) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.planner.layouts import read_fields
+from narrowgauge.planner.layouts import read_values
 from narrowgauge.planner.shapes import Architecture, Weight
 from narrowgauge.spec.toml import load_data, refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
@@ -23,8 +23,22 @@ FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256
 NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA, arXiv 2305.14314,
 section 3).
 """
-LOGIT_BYTES = {"whole": 14.0, "compiled": 4.0, "fused": 4.0, "chunked": 14 / 8}
-"""Bytes of a logit at the peak of the loss.
+
+
+class Loss(NamedTuple):
+    """Hold the bytes of a logit that a loss keeps at its peak, and that it reads and writes."""
+
+    kept: float
+    moved: float
+
+
+LOSSES = {
+    "whole": Loss(14.0, 38.0),
+    "compiled": Loss(4.0, 12.0),
+    "fused": Loss(4.0, 12.0),
+    "chunked": Loss(14 / 8, 38.0),
+}
+"""Losses by name.
 
 A compiled loss, or one fused kernel (Liger), keeps the logits and their gradient in 16 bits. An
 eager loss also has float32 logits, their log-softmax and its gradient. A chunked one has an eighth
@@ -32,7 +46,7 @@ of these, torchtitan's default.
 """
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled"),
-    "loss": tuple(LOGIT_BYTES),
+    "loss": tuple(LOSSES),
     "release": (False, True),
     "offload": (False, True),
     "saves": ("chip", "host"),
@@ -141,6 +155,9 @@ def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    name, fields = read_fields(str(text), "program", PROGRAMS)
+    words = str(text or DEFAULT.name).split(",")
+    name = DEFAULT.name if "=" in words[0] else words.pop(0).strip()
+    require_choice("program", name, PROGRAMS)
+    fields = read_values(words)
     refuse_unknown(fields, _CHOICES, "a program", RecipeError)
-    return replace(PROGRAMS.get(name, DEFAULT), **fields)
+    return replace(PROGRAMS[name], **fields)

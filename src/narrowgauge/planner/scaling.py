@@ -16,7 +16,8 @@ from narrowgauge.spec.tables import Row
 
 NOISE = 0.05
 """Relative error of the law above which it is not extrapolated."""
-_UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_POINT = re.compile(r"(?:^|,)\s*([1-9]\d*):(\d+\.?\d*)(s|min|h|d)\s*(?=,|$)")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_points(text: str) -> dict[int, float]:
@@ -26,11 +27,7 @@ def read_points(text: str) -> dict[int, float]:
         >>> read_points("128:240h, 256:7d")
         {128: 864000.0, 256: 604800.0}
     """
-    points: dict[int, float] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*):(\d+\.?\d*)(s|min|m|h|d)", part.strip())
-        if match:
-            points[int(match[1])] = float(match[2]) * _UNITS[match[3]]
+    points = {int(chips): float(time) * _UNITS[unit] for chips, time, unit in _POINT.findall(text)}
     if len(points) < max(2, text.count(",") + 1) or 0 in points.values():
         raise DataError(
             f"Cannot fit a scaling law to {text!r}: it needs CHIPS:TIME, both above zero, of two "
@@ -52,15 +49,16 @@ def scaling_row(points: dict[int, float], at: Sequence[int] = ()) -> Row:
         seconds = divided / chips + constant
         predictions.append({"chips": chips, "seconds": seconds, "time": duration_text(seconds)})
     more = last * points[last] / first / points[first]
-    lines = [f"{last:,} chips instead of {first:,}: {more:.3g} × as many chip-days."]
+    check = f"The law misses the measured times by at most {error:.1%}."
     if error > NOISE or divided < 0:
-        lines.append("No time that is divided plus one that stays fits these: measure again.")
-    else:
-        law = f"T(N) = {duration_text(divided)} / N + {duration_text(constant)}"
-        lines.append(f"{law}: the second term is not divided among chips.")
-        check = f"The law misses the measured times by at most {error:.1%}."
-        if len(points) == 2:
-            check = "As many sizes as unknowns: nothing checks this law. Measure a third size."
-        lines.append(check)
+        check = "No time that is divided plus one that stays fits these: measure again."
+    elif len(points) == 2:
+        check = "As many sizes as unknowns: nothing checks this law. Measure a third size."
+    lines = [
+        f"{last:,} chips instead of {first:,}: {more:.3g} × as many chip-days.",
+        f"T(N) = {duration_text(divided)} / N + {duration_text(constant)}: the second term is not "
+        "divided among chips.",
+        check,
+    ]
     terms = {"divided": divided, "constant": constant, "error": error}
     return {"law": terms, "predictions": predictions, "sentences": lines}

@@ -10,46 +10,38 @@ Source: Narayanan et al., arXiv 2104.04473 (schedules); Korthikanti et al., arXi
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
-from narrowgauge.planner.ask import Ask, Shares, shares_of
+from narrowgauge.planner.ask import FITTED, Ask
 from narrowgauge.planner.memory import Groups, saved_on_host
-from narrowgauge.planner.program import Tuning
+from narrowgauge.planner.program import LOSSES, Tuning
 from narrowgauge.planner.shapes import Architecture
+from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
 
+_SHARES: dict[str, float] = FITTED["shares"]
 _AGAIN = {"none": 0.0, "selective": 0.3, "full": 1.0}
 _ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: a flash kernel computes the scores again
 _STREAMS = 22  # tensors of the stream that a layer moves: norms 10, residuals 4, rotary 8
 _DISPATCHED = 8  # more for each expert of a token: sort and restore, in both directions
-_LOGIT_BYTES = {
-    "whole": 38,
-    "compiled": 12,
-    "fused": 12,
-    "chunked": 38,
-}  # that a loss reads and writes
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
 _EXPERT_SHOWN = 0.3  # of the exchange of tokens between experts: mixtures in view
-TENSOR_SHOWN = 0.6
-"""Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
-parallelism hides a part.
-"""
+_TENSOR_SHOWN = 0.6  # of an exchange between tensor ranks: asynchronous ones hide a part
 
 
 def step_of(ask: Ask) -> Groups:
     """Return the seconds of an optimizer step of the whole job."""
     layout = ask.layout
-    shares = ask.shares or shares_of(ask.chip)
     again = _AGAIN[layout.recompute]
-    groups = _computing(ask, shares, again)
+    groups = _computing(ask, again)
     computed = layout.micro_batches * sum(groups.values())
-    groups["communication"] = sum(exchanges_of_batch(ask, shares, again).values())
+    groups["communication"] = exchanges_of_batch(ask, again)
     bubble = (layout.pipeline - 1) / layout.interleave * sum(groups.values())
     groups = {name: seconds * layout.micro_batches for name, seconds in groups.items()}
-    groups["communication"] += sum(exchanges_of_state(ask, shares, computed).values())
-    groups |= {"bubble": bubble, "optimizer": _update(ask, shares)}
+    groups["communication"] += exchanges_of_state(ask, computed)
+    groups |= {"bubble": bubble, "optimizer": _update(ask)}
     # Computing hides what layers read from the host, up to its own time.
     rate = 1e9 * ask.chip.host_gb_per_second * _HOST_SHARE
     moved = 2 * layout.micro_batches * saved_on_host(ask)
@@ -60,37 +52,41 @@ def step_of(ask: Ask) -> Groups:
     return groups
 
 
-def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
+@lru_cache
+def _linear_share(chip: Chip) -> float:
+    starts: dict[str, float] = FITTED["linear"]
+    return next(starts[start] for start in starts if chip.architecture.startswith(start))
+
+
+def _computing(ask: Ask, again: float) -> Groups:
     """Return the computing of a micro-batch on a rank."""
     a = ask.architecture
     program = ask.program
     compute = ask.recipe.compute
     format = ask.chip.rate_format(compute.output.left.format)
     is_narrow = not compute.is_wide and format in ask.chip.peak_tflops
-    once, repeated = _work_of(a, ask.tuning, shares, is_narrow)
-    flops = a.attention_flops(ask.sequence_length) / 3
-    flops *= _ATTENTION_PASSES + again
+    once, repeated = _work_of(a, ask.tuning, is_narrow)
+    scores = a.attention_flops(ask.sequence_length) / 3 * (_ATTENTION_PASSES + again)
+    moved = _moved_bytes(a, ask.stream_width, ask.matmul_width) * (1 + again / 3)
     peak = ask.chip.peak_flops * program.factor
-    bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares.bandwidth
-    seconds = {
-        "matmuls": (once + again * repeated) / peak / shares.linear,
-        "attention": flops / peak / shares.attention,
-        "elementwise": _moved_bytes(a, ask.stream_width, ask.matmul_width)
-        * (1 + again / 3)
-        / bandwidth,
-        "loss": a.vocab_size * _LOGIT_BYTES[program.loss] / bandwidth,
+    tokens = ask.tokens / ask.layout.tensor / ask.layout.pipeline
+    return {
+        "matmuls": tokens * (once + again * repeated) / peak / _linear_share(ask.chip),
+        "attention": tokens * scores / peak / _SHARES["attention"],
+        "elementwise": tokens * moved / _bandwidth(ask),
+        "loss": tokens * a.vocab_size * LOSSES[program.loss].moved / _bandwidth(ask),
+        # Routers and launches.
+        "gaps": a.num_mixture_layers / ask.layout.pipeline * 2 * program.mixture_seconds,
     }
-    for name in seconds:
-        seconds[name] *= ask.tokens / ask.layout.tensor / ask.layout.pipeline
-    # Routers and launches.
-    waits = a.num_mixture_layers / ask.layout.pipeline * 2 * program.mixture_seconds
-    return {**seconds, "gaps": waits}
+
+
+def _bandwidth(ask: Ask) -> float:
+    """Return the bytes a second of the chip's memory that kernels reach."""
+    return 1e9 * ask.chip.bandwidth_gb_per_second * _SHARES["bandwidth"]
 
 
 @lru_cache(maxsize=256)
-def _work_of(
-    a: Architecture, tuning: Tuning, shares: Shares, is_narrow: bool
-) -> tuple[float, float]:
+def _work_of(a: Architecture, tuning: Tuning, is_narrow: bool) -> tuple[float, float]:
     """Return the operations of a token, as if all were as fast as large matmuls in 16 bits: of
     forward and backward, and of the layers' forward.
     """
@@ -99,9 +95,9 @@ def _work_of(
         work = matmul.flops_per_token
         if matmul.is_expert:
             size = min(matmul.in_features, matmul.out_features)
-            work *= 1 + shares.experts / size
+            work *= 1 + _SHARES["experts"] / size
         if matmul.part != "head":
-            work /= shares.float8 if is_narrow else 1.0
+            work /= _SHARES["float8"] if is_narrow else 1.0
             repeated += work
         once += work * (3 if tuning.trains(matmul) else 2)
     return once, repeated
@@ -118,7 +114,7 @@ def _moved_bytes(a: Architecture, stream_width: float, matmul_width: float) -> f
     return moved
 
 
-def _sending(ask: Ask, shares: Shares, sent: float, ranks: int, stride: int = 1) -> float:
+def _sending(ask: Ask, sent: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds in which a chip sends bytes to a group of ranks at a distance of
     ``stride``; 0 for one rank.
     """
@@ -126,16 +122,14 @@ def _sending(ask: Ask, shares: Shares, sent: float, ranks: int, stride: int = 1)
     if ranks == 1:
         return 0.0
     if ranks * stride <= cluster.chips_per_node:
-        rate = shares.link * cluster.link_bytes_per_second(ranks, stride)
-    else:
-        cards = min(ranks, max(1, cluster.chips_per_node // stride))
-        rate = shares.network * cluster.network_bytes_per_second * cards
-    return sent / float(rate)
+        return sent / _SHARES["link"] / cluster.link_bytes_per_second(ranks, stride)
+    cards = min(ranks, max(1, cluster.chips_per_node // stride))
+    return sent / _SHARES["network"] / cluster.network_bytes_per_second / cards
 
 
-def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
-    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks and
-    experts.
+def exchanges_of_batch(ask: Ask, again: float) -> float:
+    """Return the seconds that a micro-batch shows of its exchanges between tensor ranks, context
+    ranks and experts.
     """
     a = ask.architecture
     layout = ask.layout
@@ -147,18 +141,15 @@ def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
     of_context = a.num_layers * (3 + again) * token * heads * (layout.context - 1)
     copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
     of_experts = a.num_mixture_layers * stream * copies
-    send = partial(_sending, ask, shares)
-    return {
-        "tensor": TENSOR_SHOWN * send(of_tensor, tensor),
-        "context": send(of_context, layout.context, tensor),
-        "expert": _EXPERT_SHOWN
-        * send(of_experts, layout.expert, layout.context * layout.expert_tensor_ranks),
-    }
+    distance = layout.context * layout.expert_tensor_ranks
+    shown = _TENSOR_SHOWN * _sending(ask, of_tensor, tensor)
+    shown += _sending(ask, of_context, layout.context, tensor)
+    return shown + _EXPERT_SHOWN * _sending(ask, of_experts, layout.expert, distance)
 
 
-def exchanges_of_state(ask: Ask, shares: Shares, computing: float) -> Groups:
-    """Return what a step shows of gathers of weights and sums of gradients, between shards and
-    between replicas.
+def exchanges_of_state(ask: Ask, computing: float) -> float:
+    """Return the seconds that a step shows of gathers of weights and sums of gradients, between
+    shards and between replicas.
     """
     layout = ask.layout
     a = ask.architecture
@@ -170,20 +161,19 @@ def exchanges_of_state(ask: Ask, shares: Shares, computing: float) -> Groups:
     sums = layout.micro_batches if layout.zero >= 2 else 1
     gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
     sent = number * (gathers * ask.weight_bytes + sums * summed)
-    seconds = _sending(ask, shares, sent, sharing, layout.tensor)
-    shown = {"shard": seconds - min(seconds, computing) * shares.hidden}
+    seconds = _sending(ask, sent, sharing, layout.tensor)
+    shown = seconds - min(seconds, computing) * _SHARES["hidden"]
     if layout.data > 1:
-        reduced = _sending(ask, shares, 2 * number * summed / sharing, layout.num_ranks)
-        shown["data"] = _ALL_REDUCE_SHOWN * reduced
+        reduced = _sending(ask, 2 * number * summed / sharing, layout.num_ranks)
+        shown += _ALL_REDUCE_SHOWN * reduced
     return shown
 
 
-def _update(ask: Ask, shares: Shares) -> float:
+def _update(ask: Ask) -> float:
     """Return the seconds to read and write all stored tensors once, or to update them on the host."""
     number = ask.on_rank("trained", 1)
     if ask.program.offload:
         to_host = 4 * ask.layout.micro_batches / (1e9 * ask.chip.host_gb_per_second)
         return number * (to_host + ask.cluster.chips_per_node / _HOST_UPDATES)
-    bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares.bandwidth
     weights = 2 * bytes_per_number(ask.recipe.storage.visible)  # and gradients
-    return 2 * (weights * number + ask.on_rank("states", 1)) / bandwidth
+    return 2 * (weights * number + ask.on_rank("states", 1)) / _bandwidth(ask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     Raises:
         RecordError: a file cannot be read, or is none of these.
     """
+    rows = []
     planned: dict[str, float] = {}
     try:
         seconds = _seconds(_load(path)["traceEvents"])
@@ -45,14 +46,9 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
             "Name a file of profiler.export_chrome_trace, a run folder or a log, and the output of "
             "narrowgauge plan run … --json. For a CPU, print profiler.key_averages().table().",
         ) from error
-    total = sum(seconds.values())
-    rows = []
     for group, spent in seconds.items():
-        row = {"group": group, "seconds": spent, "trace": duration_text(spent)}
-        row["share"] = f"{spent / total:.1%}"
-        row["plan"] = duration_text(planned.get(group, 0.0)) if plan else ""
-        rows.append(row)
-    return table_of(rows, f"{path.name}: a step of {duration_text(total)}", hidden=("seconds",))
+        rows.append({"group": group, "seconds": spent, "plan": planned.get(group)})
+    return table_of(rows, f"{path.name}: a step of {duration_text(seconds.total())}")
 
 
 def _load(path: Path) -> Any:
@@ -60,27 +56,23 @@ def _load(path: Path) -> Any:
     return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
-def _seconds(events: Any) -> dict[str, float]:
+def _seconds(events: Any) -> Counter[str]:
     """Return the seconds of a step by group, the mean over devices."""
     kernels = [row for row in events if row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     kernels.sort(key=lambda row: row["ts"])
     marks = [row["ts"] for row in events if str(row.get("name")).startswith("ProfilerStep#")]
     last = kernels[-1]["ts"]
-    steps = len([mark for mark in marks if mark <= last])
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: Counter[str] = Counter()
     ends: dict[int, float] = {}
     for row in kernels:
         device = row["args"]["device"]
-        seconds["gaps"] += max(0.0, row["ts"] - ends.get(device, row["ts"]))
-        seconds[_group(row["name"])] += row["dur"]
-        ends[device] = max(ends.get(device, 0.0), row["ts"] + row["dur"])
+        begun = row["ts"]
+        known = [
+            group for group in _GROUPS if re.search(_GROUPS[group], row["name"], re.IGNORECASE)
+        ]
+        seconds["gaps"] += max(0.0, begun - ends.get(device, begun))
+        seconds[[*known, f"unrecognized: {row['name'][:80]}"][0]] += row["dur"]
+        ends[device] = max(ends.get(device, 0.0), begun + row["dur"])
     for group in seconds:
-        seconds[group] *= 1e-6 / max(1, steps) / len(ends)
+        seconds[group] *= 1e-6 / max(1, sum(mark <= last for mark in marks)) / len(ends)
     return seconds
-
-
-def _group(name: str) -> str:
-    for group, pattern in _GROUPS.items():
-        if re.search(pattern, name, re.IGNORECASE):
-            return group
-    return f"unrecognized: {name[:80]}"

@@ -12,7 +12,7 @@ from narrowgauge.planner.memory import Groups
 from narrowgauge.spec.kernels import multiplies
 from narrowgauge.spec.tables import Row, Table, table_of
 
-_NOT_OF_CHANGES = ("B/param", "80 %", "tensors", "80 % of rates", "nats, 1M model")
+_NOT_OF_CHANGES = ("B/param", "80 %", "tensors", "80 % of rates")
 _UNITS = ((1.75 * 86_400, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 1e-3, "ms"))  # fmt: skip
 """The least value, the size and the name of units of time."""
 
@@ -138,7 +138,6 @@ def _ends(interval: Ends, scale: float, style: str) -> str:
 
 def _option(job: Estimate) -> Row:
     """Return the row of a job. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
-    loss = job.measured_loss
     fits = "no"
     if job.fits:
         fits = "yes" if job.has_room else "barely"
@@ -152,7 +151,6 @@ def _option(job: Estimate) -> Row:
         "tokens/s": f"{job.tokens_per_second:,.0f}",
         "80 % of rates": _ends(job.rate_interval, 1, ",.0f"),
         "MFU": f"{job.mfu:.0%}",
-        "nats, 1M model": "{:+.3f} ± {:.3f}".format(*loss) if loss else "",
         "our matmuls": "" if multiplies(job.recipe.compute, job.chip) else "emulated",
     }
 
