@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecordError
@@ -138,24 +138,24 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     groups = dict[str, list[Run]]()
     for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(run)
-    rows = {label: _row(label, group) for label, group in groups.items()}
-    baseline = _widest(groups, rows)
-    if baseline is None:
-        return Comparison(tuple(rows.values()), None, _sentence(rows, None), 0.0)
-    base = rows[baseline]
+    rows = [_row(label, group) for label, group in groups.items()]
+    base = max(rows, key=lambda row: _precision(row, groups[row["recipe"]][0]))
+    if not base["num_seeds"]:
+        return Comparison(tuple(rows), None, _sentence(rows, None), 0.0)
+    baseline = base["recipe"]
     loss = abs(base["val_loss"])
-    for label, row in rows.items():
+    base["verdict"] = base["verdict"] or BASELINE
+    for row in rows:
         if base["tokens_per_second"] and row["tokens_per_second"]:
             row["step_ratio"] = base["tokens_per_second"] / row["tokens_per_second"]
-        pairs = _paired_differences(groups[label], groups[baseline])
-        if row is base:
-            row["verdict"] = row["verdict"] or BASELINE
-        elif pairs:
-            row["difference"], half = interval(pairs)
+        pairs = _paired_differences(groups[row["recipe"]], groups[baseline])
+        if pairs and row is not base:
+            mean, half = interval(pairs)
+            row["difference"] = mean
             if math.isfinite(half):
-                row["difference_interval"] = [row["difference"] - half, row["difference"] + half]
+                row["difference_interval"] = [mean - half, mean + half]
         row["verdict"] = row["verdict"] or _verdict(row["difference_interval"], loss)
-    return Comparison(tuple(rows.values()), baseline, _sentence(rows, base), ACCEPTABLE * loss)
+    return Comparison(tuple(rows), baseline, _sentence(rows, base), ACCEPTABLE * loss)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -172,57 +172,42 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _loss_of(run: Run) -> float | None:
-    """Return the last validation loss of a finished run."""
-    return number((run.summary or {}).get("val_loss"))
-
-
-def _counting(group: Sequence[Run]) -> list[Run]:
-    """Return the runs that averages may include."""
-    counting = []
+def _losses(group: Sequence[Run]) -> dict[int, float]:
+    """Return the last validation loss of each finished run, by seed."""
+    losses = {}
     for run in group:
-        loss = _loss_of(run)
-        if loss is not None and math.isfinite(loss):
-            counting.append(run)
-    return counting
+        loss = number((run.summary or {}).get("val_loss"))
+        if loss is not None:
+            losses[seed_of(run)] = loss
+    return losses
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
-    summaries = [run.summary or {} for run in _counting(group)]
+    losses = _losses(group)
+    counting = [seed for seed, loss in losses.items() if math.isfinite(loss)]
+    summaries = [run.summary or {} for run in group if seed_of(run) in counting]
     row: Row = {"recipe": label}
     for name, reduce in _OVER_SEEDS.items():
         values = [summary[name] for summary in summaries if summary.get(name) is not None]
         row[name] = reduce(values) if values else None
-    ended = [run for run in group if _loss_of(run) is not None]
-    row["diverged"] = len(ended) > len(summaries)
-    row["num_seeds"] = len(summaries)
-    row["step_ratio"] = None
-    row["difference"] = None
-    row["difference_interval"] = None
-    row["verdict"] = ""
+    row |= {"diverged": len(losses) > len(counting), "num_seeds": len(counting)}
+    row |= {"step_ratio": None, "difference": None, "difference_interval": None, "verdict": ""}
+    errors = [summary.get("edq_error") or 0.0 for summary in summaries]
     if row["diverged"]:
         row["verdict"] = "diverged"
-    elif not summaries:
+    elif not counting:
         row["verdict"] = "no loss"
-    elif row["edq"] is not None:
-        errors = [summary.get("edq_error") or 0.0 for summary in summaries]
-        if loses_updates(row["edq"], statistics.median(errors)):
-            row["verdict"] = "loses its updates"
+    elif row["edq"] is not None and loses_updates(row["edq"], statistics.median(errors)):
+        row["verdict"] = "loses its updates"
     return row
 
 
-def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str | None:
-    """Return the baseline: the most precise recipe without faults."""
-
-    def width(label: str) -> tuple[bool, bool, bool, float, int]:
-        row = rows[label]
-        recipe = recipe_of(groups[label][0])
-        bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
-        size = round(row["bytes_per_param"] or 0.0, 1)
-        return row["num_seeds"] > 0, not row["verdict"], bits > 0, size, bits
-
-    widest = max(groups, key=width)
-    return widest if rows[widest]["num_seeds"] else None
+def _precision(row: Row, run: Run) -> tuple[bool, bool, bool, float, int]:
+    """Return what orders recipes: the baseline is the most precise one without faults."""
+    recipe = recipe_of(run)
+    bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
+    size = round(row["bytes_per_param"] or 0.0, 1)
+    return row["num_seeds"] > 0, not row["verdict"], bits > 0, size, bits
 
 
 def _verdict(limits: Sequence[float] | None, loss: float) -> str:
@@ -241,14 +226,14 @@ def _verdict(limits: Sequence[float] | None, loss: float) -> str:
 
 def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[float]:
     """Return a recipe's losses minus the baseline's, of common seeds on the same data."""
-    base = {seed_of(run): run for run in _counting(baseline)}
+    prints = {seed_of(run): run.data_fingerprint for run in group}
+    others = {seed_of(run): run.data_fingerprint for run in baseline}
+    losses = _losses(baseline)
     pairs = []
-    for run in _counting(group):
-        other = base.get(seed_of(run))
-        if other is not None:
-            prints = run.data_fingerprint, other.data_fingerprint
-            if "" in prints or prints[0] == prints[1]:
-                pairs.append((_loss_of(run) or 0.0) - (_loss_of(other) or 0.0))
+    for seed, loss in _losses(group).items():
+        is_finite = math.isfinite(loss) and math.isfinite(losses.get(seed, math.nan))
+        if is_finite and len({prints[seed], others[seed]} - {""}) < 2:
+            pairs.append(loss - losses[seed])
     return pairs
 
 
@@ -257,39 +242,35 @@ def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[f
 NOTHING = "No two recipes have finished runs of one seed on the same data, so nothing is compared."
 
 
-def _sentence(rows: Mapping[str, Row], base: Row | None) -> str:
-    """Return the verdict of all recipes, or the sentence about the only one."""
-    if base is not None and any(row["difference"] is not None for row in rows.values()):
-        return _cheapest(list(rows.values()), base)
-    if len(rows) > 1:
-        return NOTHING
-    if base is None:
-        return f"{next(iter(rows))} has no finished run with a finite validation loss."
-    words = f"{base['recipe']} ends at a validation loss of {base['val_loss']:.4f}"
-    if base["bytes_per_param"] is not None:
-        words += f" with {SUMMARY['bytes_per_param'].cell(base)} bytes per parameter"
-    return f"{words}." if base["verdict"] == BASELINE else f"{words}: {base['verdict']}."
-
-
-def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
-    """Return the sentence about the cheapest recipe that is as good as the baseline: in bytes per
-    parameter, then in time. Less than a tenth of a byte is a few norm weights, not a saving.
+def _sentence(rows: Sequence[Row], base: Row | None) -> str:
+    """Return the sentence about the only recipe, or the cheapest that is as good as the baseline: in
+    bytes per parameter, then in time. Less than a tenth of a byte is a few norm weights, no saving.
     """
 
     def cost(row: Row) -> tuple[float, float, bool]:
         speed = row["tokens_per_second"] or 0.0
-        return round(row["bytes_per_param"], 1), -speed, row is not baseline
+        return round(row["bytes_per_param"], 1), -speed, row is not base
 
-    name = baseline["recipe"]
-    if baseline["verdict"] != BASELINE:
-        return f"No recipe is named. {name}: {baseline['verdict']}."
+    if len(rows) > 1 and all(row["difference"] is None for row in rows):
+        return NOTHING
+    name = rows[0]["recipe"] if base is None else base["recipe"]
+    if base is None:
+        return f"{name} has no finished run with a finite validation loss."
     size = SUMMARY["bytes_per_param"].cell
+    verdict = "" if base["verdict"] == BASELINE else f": {base['verdict']}"
+    if len(rows) == 1:
+        with_size = (
+            "" if base["bytes_per_param"] is None else f" with {size(base)} bytes per parameter"
+        )
+        return f"{name} ends at a validation loss of {base['val_loss']:.4f}{with_size}{verdict}."
+    if verdict:
+        return f"No recipe is named. {name}{verdict}."
     fit = [row for row in rows if row["verdict"] in FIT and row["bytes_per_param"] is not None]
-    best = min(fit, key=cost, default=baseline)
-    if best is baseline:
+    best = min(fit, key=cost, default=base)
+    if best is base:
         words = f"No smaller recipe is known to be as good as {name}"
-        return f"{words}: {size(baseline)} bytes per parameter."
+        return f"{words}: {size(base)} bytes per parameter."
     return (
         f"{best['recipe']} is the cheapest within the noise: {size(best)} bytes per parameter, "
-        f"where {name} takes {size(baseline)}."
+        f"where {name} takes {size(base)}."
     )

@@ -516,7 +516,7 @@ def watch(
     * a weight that jumps;
     * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
     * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
-    * on several ranks, gradients that were not summed, and weights that differ.
+    * on several ranks, gradients and weights that differ in any bit, and the only rank that has others.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
 
@@ -539,7 +539,7 @@ def watch(
         RecordError: the folder is in use.
 
     Cost: the norm of each gradient, and two steps of the optimizer's class on 64 elements of 16
-        tensors.
+        tensors; on several ranks one read more of all gradients and weights.
 
     Example:
         >>> import torch, narrowgauge as ng

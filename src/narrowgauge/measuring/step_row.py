@@ -5,7 +5,6 @@ of all steps.
 from __future__ import annotations
 
 import math
-from array import array
 from itertools import chain
 from statistics import fmean, median
 
@@ -85,23 +84,19 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     return size / max(1, count)
 
 
-_SUMMARIZED = ("val_loss", "peak_memory_bytes", "tokens_per_second", "edq", "edq_error", "skipped")
-
-
 def summary_of(run: Run) -> Row:
     """Return what the rows of a run say of all of it, so that a resume does not change it."""
-    columns: dict[str, array[float]] = {name: array("d") for name in _SUMMARIZED}
-    for row in chain(run.steps, run.evals):
-        for name, values in columns.items():
-            value = row.get(name)
-            if value is not None:
-                values.append(value)
+
+    def values(name: str) -> list[float]:
+        rows = chain(run.steps, run.evals)
+        return [row[name] for row in rows if row.get(name) is not None]
+
     reduced = {
-        "val_loss": columns["val_loss"][-1:],
-        "step_memory_bytes": sorted(columns["peak_memory_bytes"])[-1:],
-        "tokens_per_second": columns["tokens_per_second"],
+        "val_loss": values("val_loss")[-1:],
+        "step_memory_bytes": sorted(values("peak_memory_bytes"))[-1:],
+        "tokens_per_second": values("tokens_per_second"),
     }
     for name in ("edq", "edq_error"):
-        reduced[name] = [late(columns[name])] if columns[name] else []
-    summary: Row = {"num_skipped": sum(map(bool, columns["skipped"]))}
-    return summary | {name: median(values) for name, values in reduced.items() if values}
+        reduced[name] = [late(x) for x in [values(name)] if x]
+    summary: Row = {"num_skipped": sum(map(bool, values("skipped")))}
+    return summary | {name: median(x) for name, x in reduced.items() if x}
