@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.measured_logs import read_measured
 from narrowgauge.planner.memory import layer_bytes
 from narrowgauge.planner.next import OTHER
@@ -119,6 +121,10 @@ def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
     assert job.memory["weights"] < 10e9 and job.host_bytes > 140e9 and job.fits
     whole = estimate("offload=true", recipe="bfloat16/master")
     assert whole.host_bytes == pytest.approx(14 * LLAMA.num_parameters, rel=1e-3)
+    # A host that steps twice as many parameters a second halves its part of the step.
+    cluster = cluster_of("H100-SXM", 1, host_updates_per_second=8e9)
+    saved = whole.step["optimizer"] - replace(whole, cluster=cluster).step["optimizer"]
+    assert saved == pytest.approx(LLAMA.num_parameters / 8e9)
 
 
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────

@@ -148,10 +148,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     from narrowgauge.planner.scaling import read_points, scaling_row
 
     row = scaling_row(read_points(measured), at or ())
-    if not as_json:
-        _write_lines([*row["sentences"], ""])
-    parts = [tables.table_of(row["predictions"], "Other numbers of chips", hidden=("seconds",))]
-    _show(row, parts, (), as_json)
+    _show(row, [], row["sentences"], as_json)
 
 
 def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:
@@ -159,12 +156,8 @@ def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json
     if as_json:
         return tables.write_json(row)
     tables.write(parts)
-    if sentences:
-        _write_lines(["", *sentences])
-    return None
-
-
-def _write_lines(lines: Sequence[str]) -> None:
-    """Print lines, broken at :data:`WIDTH` columns."""
-    for line in lines:
+    if parts:
+        click.echo()
+    for line in sentences:
         click.echo(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False))
+    return None

@@ -24,6 +24,8 @@ HOST_GB_PER_CHIP = 256
 """Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
 data sheets).
 """
+HOST_UPDATES = 4e9
+"""Parameters that the processors of a node step in a second: ZeRO-Offload, arXiv 2101.06840, table 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Cluster:
         chips: number of all chips.
         interconnect_gbit_per_second: of all network cards of a node.
         host_memory_gb: of a node.
+        host_updates_per_second: parameters that a node's processors step in a second.
         name: for tables and messages.
     """
 
@@ -42,6 +45,7 @@ class Cluster:
     chips_per_node: int
     interconnect_gbit_per_second: float
     host_memory_gb: float
+    host_updates_per_second: float
     name: str
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
@@ -84,6 +88,7 @@ def cluster_of(
     name: str = "",
     interconnect_gbit_per_second: float = 0.0,
     host_memory_gb: float = 0.0,
+    host_updates_per_second: float = HOST_UPDATES,
 ) -> Cluster:
     """Return a cluster. Fewer chips than a full node make one smaller node.
 
@@ -109,8 +114,10 @@ def cluster_of(
         host_memory_gb = HOST_GB_PER_CHIP * size
     require_number("interconnect_gbit_per_second", interconnect_gbit_per_second)
     require_number("host_memory_gb", host_memory_gb)
+    require_number("host_updates_per_second", host_updates_per_second, 1)
+    host = host_memory_gb, host_updates_per_second
     name = name or f"{chips} × {kind.name}"
-    return Cluster(kind, chips, size, interconnect_gbit_per_second, host_memory_gb, name)
+    return Cluster(kind, chips, size, interconnect_gbit_per_second, *host, name)
 
 
 def read_cluster(path: str | Path) -> Cluster:

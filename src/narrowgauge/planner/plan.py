@@ -21,7 +21,7 @@ from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.kernels import multiplies
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml import refuse_unknown
+from narrowgauge.spec.toml import load_data, refuse_unknown
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 from narrowgauge.spec.values import require_choice, require_number
 
@@ -40,6 +40,7 @@ FOREIGN_RECIPES = ("bfloat16/naive", "bfloat16/master")
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order of the recipes then stays."""
 MOST_CHANGES = 4
+_CHANGES: dict[str, list[dict[str, Any]]] = load_data("changes", "planner")
 
 
 def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Plan:
@@ -73,11 +74,9 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
         with contextlib.suppress(NarrowgaugeError):
             best = answers(a, **{**asked, **change})[0][0]
             if best.fits and len(instead) < MOST_CHANGES:
-                flags = []
-                for name in change:
-                    if change[name]:
-                        flags.append(f"--{name.replace('_', '-')} {change[name]}")
-                instead.append((" ".join(flags) or "without --layout", best))
+                named = {name.replace("_", "-"): value for name, value in change.items() if value}
+                flags = " ".join(f"--{name} {value}" for name, value in named.items())
+                instead.append((flags or "without --layout", best))
     return Plan(tuple(jobs), tokens, left_out, tuple(instead))
 
 
@@ -243,21 +242,16 @@ def _place(job: Estimate) -> tuple[Any, ...]:
     return False, not job.recipe.storage.keeps_updates, not job.has_room, rate
 
 
-def _changes(job: Estimate, asked: Fixed) -> list[dict[str, Any]]:
-    """Return changes of a question by how little they change the training."""
-    loop = asked.get("program") or job.program.name
-    loop = loop.name if isinstance(loop, Program) else loop
-    chunked = {"program": f"{loop},loss=chunked"}
-    changes: list[dict[str, Any]] = [{"program": f"{loop},loss=fused"}, chunked]
-    if job.tuning.lora:
-        changes += [{"base": "nf4"}, {"base": "nf4", **chunked}, {"base": "nf4", "experts": "nf4"}]
-    else:
-        changes += [{"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
-        changes.append({"program": f"{loop},loss=chunked,release=true"})
-    changes += [{"layout": ""}, {"program": f"{loop},loss=chunked,saves=host"}]
-    changes.append({"program": f"{loop},loss=chunked,offload=true"})
-    changes += [{"sequence_length": job.sequence_length // part} for part in (2, 4, 8)]
-    if not job.tuning.lora:
-        changes.append({"lora": 16, "base": "nf4", "recipes": (), "program": ""})
-    changes += [{"chips": job.cluster.chips * factor} for factor in (2, 4, 8, 16)]
-    return changes
+def _changes(job: Estimate, asked: Fixed) -> Iterator[dict[str, Any]]:
+    """Yield changes of a question by how little they change the training."""
+    loop = asked.get("program") or job.program
+    if isinstance(loop, Program):
+        loop = loop.name
+    numbers = {"sequence_length": job.sequence_length, "chips": job.cluster.chips}
+    for row in _CHANGES["adapters" if job.tuning.lora else "weights"]:
+        change = {**row}
+        if change.get("program"):
+            change["program"] = f"{loop},{change['program']}"
+        for name in numbers.keys() & change.keys():
+            change[name] = int(numbers[name] * change[name])
+        yield change

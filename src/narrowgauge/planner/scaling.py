@@ -39,19 +39,17 @@ def read_points(text: str) -> dict[int, float]:
 
 def scaling_row(points: dict[int, float], at: Sequence[int] = ()) -> Row:
     """Fit T = a/N + b to the chip-seconds, by least squares. Return plain values: the law, and times
-    on half the least, ``at`` and twice the most chips.
+    on ``at``, or twice the most chips, if the law fits.
     """
     constant, divided = linear_regression(points, [n * points[n] for n in points])
     error = max(abs((divided / n + constant) / points[n] - 1) for n in points)
     first, last = min(points), max(points)
-    predictions = []
-    for chips in sorted({max(1, first // 2), *at, 2 * last}):
-        seconds = divided / chips + constant
-        predictions.append({"chips": chips, "seconds": seconds, "time": duration_text(seconds)})
     more = last * points[last] / first / points[first]
+    seconds = {chips: divided / chips + constant for chips in at or (2 * last,)}
     check = f"The law misses the measured times by at most {error:.1%}."
     if error > NOISE or divided < 0:
         check = "No time that is divided plus one that stays fits these: measure again."
+        seconds = {}
     elif len(points) == 2:
         check = "As many sizes as unknowns: nothing checks this law. Measure a third size."
     lines = [
@@ -60,5 +58,7 @@ def scaling_row(points: dict[int, float], at: Sequence[int] = ()) -> Row:
         "divided among chips.",
         check,
     ]
-    terms = {"divided": divided, "constant": constant, "error": error}
-    return {"law": terms, "predictions": predictions, "sentences": lines}
+    for chips, time in seconds.items():
+        lines.append(f"By this law {chips:,} chips take {duration_text(time)}.")
+    law = {"divided": divided, "constant": constant, "error": error}
+    return {"law": law, "seconds": seconds, "sentences": lines}

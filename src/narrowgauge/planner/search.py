@@ -28,7 +28,6 @@ _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 _MOST_TOKENS_AT_ONCE = 1 << 16
 SIMPLER = 0.10
 """Fraction by which a layout must be faster than FSDP2 or plain data parallelism."""
-_MOST_GROUPS = 12  # of layers of a stage: published runs had up to 12
 Fixed = Mapping[str, Any]
 """Fields of a layout with fixed values."""
 
@@ -107,49 +106,22 @@ def _shapes(a: Architecture, cluster: Cluster, length: int, fixed: Fixed) -> Ite
     for tensor, pipeline, context in _product(
         fixed,
         tensor=[number for number in (1, 2, 4, 8) if number <= node],
-        pipeline=_stages(a.num_layers) if chips > node else [1],
+        pipeline=_STAGES if chips > node else [1],
         context=range(1, longest + 1),
     ):
         ranks = max(1, chips // (tensor * pipeline * context))
         data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
         shard = max(1, fixed.get("shard", ranks // data))
-        data = fixed.get("data", ranks // shard)
-        zero = 1 if pipeline > 1 else 3
+        sizes = {"data": max(1, ranks // shard), "shard": shard, "zero": 1 if pipeline > 1 else 3}
         if shard * context == 1:
-            zero = 0
+            sizes["zero"] = 0
+        sizes |= {"tensor": tensor, "pipeline": pipeline, "context": context}
         experts = math.gcd(a.num_experts, ranks * context) if a.num_experts else 1
-        for expert, depth in _product(
-            fixed,
-            expert={experts, *(number for number in _EXPERT if experts % number == 0)},
-            interleave=(1, _depth(a.num_layers, pipeline)),
-        ):
-            if data * shard * tensor * pipeline * context == chips:
-                sizes = data, shard, fixed.get("zero", zero), tensor, pipeline, depth, context
-                dtype = fixed.get("accumulation_dtype", "float32")
-                shape = Layout(*sizes, expert, accumulation_dtype=dtype)
-                if suits(a, shape, length):
-                    yield shape
-
-
-def _stages(layers: int) -> list[int]:
-    """Return numbers of stages of equally many layers, and the usual ones. Embedding and head may
-    count as a layer each.
-    """
-    stages = []
-    for number in range(1, min(16, layers) + 1):
-        if number in _STAGES or 0 in (layers % number, (layers + 2) % number):
-            stages.append(number)
-    return stages
-
-
-def _depth(layers: int, pipeline: int) -> int:
-    """Return the most groups of layers that a stage may have."""
-    if pipeline == 1:
-        return 1
-    per_stage = layers // pipeline
-    if layers % pipeline:
-        per_stage = math.ceil((layers + 2) / pipeline)
-    return max(depth for depth in range(1, _MOST_GROUPS + 1) if per_stage % depth == 0)
+        choices = {experts, *(number for number in _EXPERT if experts % number == 0)}
+        for (expert,) in _product(fixed, expert=choices):
+            shape = Layout(**{**sizes, **fixed, "expert": expert})
+            if shape.num_ranks == chips and suits(a, shape, length):
+                yield shape
 
 
 def _batches(shape: Layout, length: int, num_sequences: int, fixed: Fixed) -> Iterator[Layout]:

@@ -25,7 +25,6 @@ _ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: a flash kernel computes the 
 _STREAMS = 22  # tensors of the stream that a layer moves: norms 10, residuals 4, rotary 8
 _DISPATCHED = 8  # more for each expert of a token: sort and restore, in both directions
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
-_HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
 _EXPERT_SHOWN = 0.3  # of the exchange of tokens between experts: mixtures in view
 _TENSOR_SHOWN = 0.6  # of an exchange between tensor ranks: asynchronous ones hide a part
@@ -174,6 +173,6 @@ def _update(ask: Ask) -> float:
     number = ask.on_rank("trained", 1)
     if ask.program.offload:
         to_host = 4 * ask.layout.micro_batches / (1e9 * ask.chip.host_gb_per_second)
-        return number * (to_host + ask.cluster.chips_per_node / _HOST_UPDATES)
+        return number * (to_host + ask.cluster.chips_per_node / ask.cluster.host_updates_per_second)
     weights = 2 * bytes_per_number(ask.recipe.storage.visible)  # and gradients
     return 2 * (weights * number + ask.on_rank("states", 1)) / _bandwidth(ask)

@@ -100,24 +100,20 @@ class Plan:
         the time and memory of the best option by group.
         """
         best = self.best
-        title = (
-            f"{best.architecture.name}: {best.architecture.num_parameters / 1e9:.3g}B parameters"
-        )
+        a = best.architecture
+        title = f"{a.name}: {a.num_parameters / 1e9:.3g}B parameters"
         if best.tuning.lora:
             title += f", {best.trained_parameters / 1e9:.3g}B trained"
-        title += f"; {best.sequence_length:,} tokens"
         tables = []
         for place in dict.fromkeys(job.cluster.name for job in self.options):
             rows = [_option(job) for job in self.options if job.cluster.name == place]
-            tables.append(table_of(rows, f"{title}; {place}"))
+            tables.append(table_of(rows, f"{title}; {best.sequence_length:,} tokens; {place}"))
         if self.instead:
             rows = [{"change": text, **_option(job)} for text, job in self.instead]
             title = "Nothing fits as asked. With a change it does"
             tables.append(table_of(rows, title, hidden=_NOT_OF_CHANGES))
-        tables.append(table_of([_layout(job) for job in self.options]))
-        if self.tokens is not None:
-            rows = [_run(job, self.tokens) for job in self.options]
-            tables.append(table_of(rows, f"A run of {self.tokens / 1e9:,.6g}B tokens"))
+        title = f"A run of {self.tokens / 1e9:,.6g}B tokens" if self.tokens else ""
+        tables.append(table_of([_layout(job, self.tokens) for job in self.options], title))
         tables.append(_groups("a step", best.step, duration_text))
         return [*tables, _groups("memory of the worst rank", best.memory, bytes_text)]
 
@@ -155,26 +151,13 @@ def _option(job: Estimate) -> Row:
     }
 
 
-def _layout(job: Estimate) -> Row:
-    """Return the row of a job's layout."""
-    cluster = job.cluster
-    has_network = cluster.chips > cluster.chips_per_node
-    return {
-        "recipe": job.recipe.name,
-        "cluster": cluster.name,
-        "Gbit/s a node": f"{cluster.interconnect_gbit_per_second:,.0f}" if has_network else "",
-        "layout": str(job.layout),
-        "loses": "" if job.recipe.storage.keeps_updates else "small updates",
-    }
-
-
-def _run(job: Estimate, tokens: float) -> Row:
-    """Return the row of a whole run."""
-    days = job.days(tokens)
-    return {
-        "recipe": job.recipe.name,
-        "days": f"{days:,.1f}",
-        "80 %": _ends(job.days_interval(tokens), 1, ",.1f"),
-        "chip hours": f"{24 * job.cluster.chips * days:,.0f}",
-        "cluster": job.cluster.name,
-    }
+def _layout(job: Estimate, tokens: float | None) -> Row:
+    """Return the row of a job's layout, and of a whole run of so many tokens."""
+    row = {"recipe": job.recipe.name, "cluster": job.cluster.name}
+    if tokens is not None:
+        days = job.days(tokens)
+        row["days"] = f"{days:,.1f}"
+        row["80 %"] = _ends(job.days_interval(tokens), 1, ",.1f")
+        row["chip hours"] = f"{24 * job.cluster.chips * days:,.0f}"
+    row["loses"] = "" if job.recipe.storage.keeps_updates else "small updates"
+    return {**row, "layout": str(job.layout)}
