@@ -1,5 +1,5 @@
 """Hugging Face's Trainer, and TRL's: the optimizer of their arguments, and a callback that records
-and warns.
+and warns. Importing this module also lets ``from_pretrained`` load served models.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.integrations import quantizer as quantizer  # registers itself
 from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizers import AdamW

@@ -9,6 +9,8 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +42,9 @@ from narrowgauge.spec.notation import get_compute
 NAMES = ("weight_codes", "weight_scales", "block_scales")
 """The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte and scales
 of rows or of the tensor; or two codes a byte, padded to whole blocks, with scales of blocks too."""
+METHOD = "narrowgauge (import narrowgauge.integrations.huggingface)"
+"""The name of the quantization in transformers' configs: where it is not registered, transformers'
+warning of an unknown type says what to import."""
 
 
 def codes_of(weight: Tensor, right: Cast) -> Operand:
@@ -328,7 +333,19 @@ def quantize_for_inference(
             _quantize_experts(module, name.rpartition(".")[2], compute)
     quantize_layers(linears, compute)
     warn_if_emulated(compute, device)
+    if "transformers" in sys.modules and hasattr(model, "save_pretrained"):
+        _describe(model, compute, keep)
     return model.eval()
+
+
+def _describe(model: Any, compute: Compute, keep: tuple[str, ...]) -> None:
+    """Let ``save_pretrained`` write what a transformers model's codes are, so that
+    ``from_pretrained`` loads them.
+    """
+    importlib.import_module("narrowgauge.integrations.quantizer")  # by name: it imports this module
+    model.config.quantization_config = {
+        "quant_method": METHOD, "compute": compute.name, "keep": list(keep),
+    }  # fmt: skip
 
 
 def _require_storable(name: str, module: nn.Module) -> None:
