@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import is_sharded, whole
 from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
@@ -93,11 +93,6 @@ def has_shards(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters())) or bool(torch_names.fsdp_groups(model))
 
 
-def split_axes(tensor: Any) -> list[int]:
-    """Return the axes of a DTensor's mesh along which ranks hold different parts."""
-    return [k for k, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-
-
 def make_equal(model: nn.Module, mesh: Any) -> None:
     """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with
     equal bits.
@@ -112,54 +107,19 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors.
-
-    Some may be DTensors.
-
-    All ranks call it with the same names, and get the same 16 digits as one process that holds all
-    of it.
+    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors: the 16 digits of
+    one process that holds all of it.
     """
     return fingerprint_all(fingerprints_whole(named))
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the fingerprints of whole tensors. All ranks pass the same names in order.
+    """Return the fingerprints of whole tensors, some of which may be DTensors. All ranks pass the same
+    names in order.
 
-    Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
+    Cost: one gather of each DTensor, one after the other.
     """
-    totals: dict[str, int] = {}
-    names_of: dict[Any, list[str]] = {}
-    for name, tensor in named.items():
-        totals[name], group = _local_fingerprint(tensor)
-        if group is not None:
-            names_of.setdefault(group, []).append(name)
-    for group, names in names_of.items():
-        # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
-        signed = [totals[name] - (totals[name] >> 63 << 64) for name in names]
-        total = torch.tensor(signed, dtype=torch.int64, device="cpu").to(named[names[0]].device)
-        torch.distributed.all_reduce(total, group=group)
-        for name, number in zip(names, total.tolist(), strict=True):
-            totals[name] = number % (1 << 64)
-    return totals
-
-
-def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
-    """Return the fingerprint of this rank's part of a tensor, and the group over which it must be
-    added up.
-    """
-    if not is_sharded(tensor):
-        return fingerprint(tensor), None
-    axes = split_axes(tensor)
-    if not axes:
-        return fingerprint(tensor.to_local()), None
-    axis, *more_axes = axes
-    if more_axes or not tensor.placements[axis].is_shard(0):
-        return fingerprint(tensor.full_tensor()), None
-    mesh = tensor.device_mesh
-    rows = -(-tensor.shape[0] // mesh.size(axis))
-    first = min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
-    offset = first * (tensor.numel() // max(1, tensor.shape[0]))
-    return fingerprint(tensor.to_local(), offset=offset), mesh.get_group(axis)
+    return {name: fingerprint(whole(tensor)) for name, tensor in named.items()}
 
 
 def require_mesh(mesh: Any, sharding: str = "full") -> None:

@@ -68,7 +68,7 @@ ROTATION_SIZE = 16
 PLACES = ("output", "grad_input", "grad_weight")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cast:
     """The cast of one operand of a matmul.
 
@@ -132,17 +132,17 @@ class Cast:
                 "round down are powers of two of casts to nearest; 16 and more bits have no scale.",
             )
 
-    @property
+    @cached_property
     def element(self) -> Format:
         """Return the format of the codes."""
         return get_format(self.format)
 
-    @property
+    @cached_property
     def block(self) -> tuple[int, int] | None:
         """Return the shape ``(rows, contraction)`` of a block; ``None`` without block scales."""
         return block_of(self.granularity)
 
-    @property
+    @cached_property
     def is_wide(self) -> bool:
         """Return whether the operand is rounded to a 16-, 32- or 64-bit format without a scale."""
         return self.granularity == "none"
@@ -157,7 +157,7 @@ class Cast:
         """Return the PyTorch dtype of one byte that holds a code; empty without one."""
         return self.format if self.element.bits == 8 else ""
 
-    @property
+    @cached_property
     def values_format(self) -> str:
         """Return the format that holds ``code * block scale`` exactly, or rounded once if it is
         float32.
