@@ -15,19 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import expectations
-from equivalence.ways import llama
 from matmul import zoo
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.peft import quantize_base
 from narrowgauge.matmul.inference import QuantizedLinear, quantize_for_inference
 from narrowgauge.matmul.swapping import swap_linears
-from tensors import gaussian, random_tokens
+from tensors import gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SERVED = [name for name, row in expectations.COMPUTES.items() if "served" in row.has]
 IN, OUT = 168, 40  # whole blocks of neither 32 nor 128
-TOKENS = random_tokens(2, 12, 64, seed=2)
 
 
 def holder(dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> nn.ModuleDict:
@@ -40,14 +38,6 @@ def inputs(*shape: int, outliers: int = 0, dtype: torch.dtype = torch.bfloat16) 
     x = torch.randn(*shape, IN, generator=draw)
     x[..., 5 : 5 + outliers] *= 60
     return x.to(dtype)
-
-
-def tiny_llama(seed: int = 0) -> nn.Module:
-    return (
-        llama(seed, vocab_size=64, tie_word_embeddings=False, initializer_range=0.15)
-        .bfloat16()
-        .eval()
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -66,16 +56,20 @@ def test_the_output_is_that_of_the_layer_in_training(row: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("row", ["int8-row", "float8-tensor", "int8-outlier-codes"])
 def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> None:
-    model = quantize_for_inference(tiny_llama(), row)
+    model = quantize_for_inference(zoo.build("Llama").bfloat16(), row)
     state = model.state_dict()
     names = {name.rpartition(".")[2] for name in state if "q_proj" in name}
     assert names == {"weight_codes", "weight_scales"}
     save_file(state, tmp_path / "model.safetensors")
-    loaded = quantize_for_inference(tiny_llama(seed=1), row)
+    loaded = zoo.build("Llama").bfloat16()
     with torch.no_grad():
-        assert not torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-        loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+        for parameter in loaded.parameters():
+            parameter.zero_()
+        quantize_for_inference(loaded, row).load_state_dict(
+            load_file(tmp_path / "model.safetensors")
+        )
+        inputs = zoo.inputs_of("Llama")
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

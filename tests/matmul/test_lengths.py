@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -19,23 +17,20 @@ WAYS = [*(("trained", name) for name in TRAINED), *(("served", name) for name in
 LENGTHS = (16, 33, 48, 7)
 
 
-def model_of(way: str, compute: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if way == "served":
-            return quantize_for_inference(model, compute)
-        swap_linears(model, lambda _: compute)
-    return model
-
-
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("way", "compute"), WAYS)
-def test_four_lengths_make_one_graph(way: str, compute: str) -> None:
-    model = model_of(way, compute)
+def test_four_lengths_make_one_graph_and_one_program(way: str, compute: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    if way == "served":
+        quantize_for_inference(model, compute)
+    else:
+        swap_linears(model, lambda _: compute)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(model, dynamic=True, backend="aot_eager")
+    lengths = {1: torch.export.Dim("t", min=2, max=4096)}
+    example = torch.randn(4, 16, 64).bfloat16()
     for length in LENGTHS:
         # More than a block of tokens, since a compiler makes a graph of its own for sizes of one, and
         # at most 1,024: a processor without int8 products sums longer ones in parts.
@@ -46,14 +41,8 @@ def test_four_lengths_make_one_graph(way: str, compute: str) -> None:
         else:
             assert torch.equal(y, model(x))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize(("way", "compute"), WAYS)
-def test_a_program_is_exported_for_every_length(way: str, compute: str) -> None:
-    model = model_of(way, compute).eval()
-    length = torch.export.Dim("t", min=2, max=4096)
-    example = torch.randn(4, 16, 64).bfloat16()
-    exported = torch.export.export(model, (example,), dynamic_shapes=({1: length},)).module()
-    for number in LENGTHS:
-        x = torch.randn(4, number, 64).bfloat16()
+    model.eval()
+    exported = torch.export.export(model, (example,), dynamic_shapes=(lengths,)).module()
+    for length in LENGTHS:
+        x = torch.randn(4, length, 64).bfloat16()
         assert torch.equal(exported(x), model(x))

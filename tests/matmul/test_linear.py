@@ -25,6 +25,7 @@ from matmul.scenarios import (
 )  # fmt: skip
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import FORMATS
 from oracles import linear as oracle
@@ -42,12 +43,14 @@ def batch(
     shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
     tokens, inputs, outputs = shape
-    return gaussian(tokens, inputs, dtype=dtype, seed=3), gaussian(
-        tokens, outputs, dtype=dtype, seed=4
-    )
+    x = gaussian(tokens, inputs, dtype=dtype, seed=3)
+    return x, gaussian(tokens, outputs, dtype=dtype, seed=4)
 
 
 # ── the arithmetic ────────────────────────────────────────────────────────────────────────────────
+
+
+GROUPS = ("tensor", "row", "1x16", "16x16", "1x32", "1x64", "1x128", "128x128", "1x256")
 
 
 def every_cast() -> Iterator[Cast]:
@@ -57,17 +60,7 @@ def every_cast() -> Iterator[Cast]:
     for format in FORMATS.values():
         if format.kind == "scale" or format.bits > 8:
             continue
-        for granularity in (
-            "tensor",
-            "row",
-            "1x16",
-            "16x16",
-            "1x32",
-            "1x64",
-            "1x128",
-            "128x128",
-            "1x256",
-        ):
+        for granularity in GROUPS:
             for scale in ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"):
                 with suppress(RecipeError):
                     yield Cast(format.name, granularity, scale)
@@ -167,6 +160,15 @@ def test_gradients_are_those_wanted_and_no_others(
 
 
 @every_one_of_eight
+def test_a_pass_looks_up_no_format(row: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constants of its casts are fixed."""
+    layer, _ = make_layer(row)
+    passed(layer, *batch(SHAPES[0]))
+    monkeypatch.delattr(computes, "get_format")
+    passed(layer, *batch(SHAPES[0]))
+
+
+@every_one_of_eight
 def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row: Compute) -> None:
     layer, _ = make_layer(row, dtype=torch.float32)
     x = batch(SHAPES[0])[0]
@@ -237,17 +239,11 @@ def test_only_layers_of_a_linear_layer_s_own_forward_are_swapped() -> None:
 # ── compiled ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(fresh_compiler: None) -> None:
+def test_a_compiled_layer_gives_the_same_bits_and_compiles_once() -> None:
     """The casts fuse with the products around the layer, whose results are rounded first all the
     same.
     """
+    torch._dynamo.reset()
     eager, _ = make_layer("float8-tensor")
     layer, _ = make_layer("float8-tensor")
     call = torch.compile(

@@ -3,27 +3,26 @@ and scales.
 
 An 8-bit layer multiplies as :func:`narrowgauge.quantize_for_inference` does: its input is cast too
 (LLM.int8). A 4-bit layer is widened to its input's format (QLoRA). Backward multiplies the gradient
-by the widened weight, so the adapters of earlier layers learn. Adapters stay unchanged. PEFT's
-``BaseTunerLayer.get_base_layer`` (0.21) distinguishes them from the base.
+by the widened weight, so the adapters of earlier layers learn. Adapters stay unchanged.
 
 Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLoRA (2305.14314).
 """
 
 from __future__ import annotations
 
-import fnmatch
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, refuse_replaced_forward
 from narrowgauge.matmul.roles import roles_of
+from narrowgauge.matmul.swapping import matches
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.anatomy import parts
 
 
 def quantize_base(
@@ -54,17 +53,18 @@ def quantize_base(
         torch.Size([64, 32])
     """
     chosen = get_compute(compute)
-    patterns = keep
-    if patterns is None:
-        patterns = tuple(map(_base_name, roles_of(model)))
     is_packed = inference.is_packed(chosen.output.right)
     if not is_packed:
         inference.with_codes(chosen)
-    layers = {}
-    for name, layer in _frozen(model):
-        if not any(map(partial(fnmatch.fnmatchcase, name), patterns)):
+    roles = roles_of(model) if keep is None else {}
+    adapters = parts(model).adapters
+    layers: dict[str, Any] = {}
+    for path, layer in model.named_modules():
+        is_base = is_linear(layer) and layer not in adapters and path not in roles
+        name = path.removeprefix("base_model.model.")
+        if is_base and not layer.weight.requires_grad and not matches(name, keep or ()):
             refuse_replaced_forward(name, layer, chosen)
-            layers[name] = layer
+            layers[name.removesuffix(".base_layer")] = layer
     if not layers:
         raise RecipeError(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
@@ -75,24 +75,3 @@ def quantize_base(
     if not is_packed:
         warn_if_emulated(chosen, next(iter(layers.values())).weight_codes.device)
     return model
-
-
-def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the frozen linear layers that belong to no adapter, under the names of the base model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    adapters: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            adapters |= set(module.modules()) - set(module.get_base_layer().modules())
-    frozen = []
-    for path, module in model.named_modules():
-        is_base = is_linear(module) and module not in adapters
-        if is_base and not cast(Tensor, module.weight).requires_grad:
-            frozen.append((_base_name(path), module))
-    return frozen
-
-
-def _base_name(path: str) -> str:
-    """Return the name of a module in the base model."""
-    return path.removeprefix("base_model.model.").removesuffix(".base_layer")

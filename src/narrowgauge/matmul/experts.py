@@ -28,15 +28,12 @@ from narrowgauge.torch_support.extension import extended_class
 
 
 class Projection(nn.Module):
-    """One projection of all experts of a module."""
+    """One projection of all experts of a module.
 
-    def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        """Multiply the tokens of an expert by its weight ``[out, in]``."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """Multiply as :func:`~narrowgauge.matmul.grouped.grouped` does, in the dtype of a call."""
-        raise NotImplementedError
+    Its ``of_expert(x, weight, bias, expert)`` multiplies the tokens of an expert by its weight
+    ``[out, in]``. A call ``(x, weights, offsets)`` multiplies as
+    :func:`~narrowgauge.matmul.grouped.grouped` does.
+    """
 
 
 class GroupedLinear(Projection, NarrowLayer):

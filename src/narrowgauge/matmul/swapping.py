@@ -147,7 +147,7 @@ def _warn_if_narrow(name: str, module: Any, compute: Compute) -> None:
         )
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern matches a layer's name, or that of a module that contains it."""
     place = plain_name(name).removesuffix(".base_layer")  # of PEFT
     while place:
@@ -167,7 +167,7 @@ def chosen_layers(
     """
     layers = multiplied(model)
     for pattern in keep:
-        if not any(_matches(name, [pattern]) for name in layers):
+        if not any(matches(name, [pattern]) for name in layers):
             names = list(layers)
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
@@ -177,7 +177,7 @@ def chosen_layers(
     chosen = {}
     for name, module in layers.items():
         choice: Any = None
-        if name not in roles and not _matches(name, keep):
+        if name not in roles and not matches(name, keep):
             choice = compute(name) if callable(compute) else compute
         if choice is not None:
             chosen[name] = module, get_compute(choice)
