@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import narrowgauge as ng
+from narrowgauge.integrations.peft import quantize_base
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
@@ -73,6 +74,20 @@ def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     ]
     assert [row["output:1"][2] for step, row in rows.items() if step] == [4 * 8 * 32] * STEPS
     assert rows[0]["weight:1.weight"][1] == pytest.approx(float(model_of()[1].weight.norm()))
+
+
+def test_outputs_of_a_base_of_codes_are_recorded(tmp_path: Path) -> None:
+    """A stored weight is a weight, and no parameter."""
+    model = nn.Sequential(nn.Embedding(29, 16), nn.Linear(16, 29, bias=False))
+    model[1].requires_grad_(False)
+    quantize_base(model, "nvfp4")
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    with ng.RunRecorder(tmp_path, model, optimizer, fingerprints_every=1) as recorder:
+        loss = loss_of(model, tokens_at(1))
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+    assert "output:1" in ng.read_run(tmp_path).fingerprints[-1]["tensors"]
 
 
 @torch.no_grad()

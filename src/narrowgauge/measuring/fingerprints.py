@@ -27,6 +27,7 @@ from narrowgauge.numerics.hashing import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.anatomy import weights_of
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
@@ -105,12 +106,12 @@ class Fingerprints(Listener):
         if is_compiled_model(self.hub.model):
             return
         for name, part in self.hub.model.named_modules():
-            if next(part.parameters(recurse=False), None) is not None:
+            if weights_of(part):
                 see = OwnHook(partial(self._see_output, plain_name(name)))
                 self._pass.callback(part.register_forward_hook(see).remove)
 
     def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Add the first output of a module that has parameters of its own."""
+        """Add the first output of a module that has weights of its own."""
         if isinstance(output, (tuple, list)) and output:
             output = output[0]
         if type(output) is Tensor and output.is_floating_point() and is_eager():
