@@ -351,7 +351,9 @@ def test_what_the_measured_run_did_not_name_is_told() -> None:
     assumed = "sequence_length=4096, recipes=bfloat16/master, program=compiled\n"
     assert f"      assumed: {assumed}" in result.output
     asked = CliRunner().invoke(main, ["plan", "next", words, "chips=16", "--json"])
-    assert json.loads(asked.output)["assumed"]["recipes"] == "bfloat16/master"
+    row = json.loads(asked.output)
+    assert row["assumed"]["recipes"] == "bfloat16/master"
+    assert f"{row['tokens_per_second']:,.0f} tokens/s, 80 %" in result.output
     assert "assumed" not in str(ng.MeasuredRun(**TITAN))
 
 

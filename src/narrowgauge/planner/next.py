@@ -103,7 +103,7 @@ class Next(NamedTuple):
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
-        return {**self._asdict(), **self.job.row(), "job": _described(self.job)}
+        return {**self.job.row(), **self._asdict(), "job": _described(self.job)}
 
     def __str__(self) -> str:
         if self.difference == SAME:
