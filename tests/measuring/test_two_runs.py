@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.measuring.reading import STAGES
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
@@ -69,6 +70,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
         {"changed": {(2, "grad:layers.1"): ROUNDED, (2, "grad:layers.0"): 1.01}}, (2, "gradient", "grad:layers.0"),
         "No recorded setting differs.",
     ),
+    "every stage": (
+        {"changed": {(2, key): 1.01 for key in TENSORS[2:]}}, (2, "forward", "output:layers.1"), "by 0.01 times its norm",
+    ),
     "no fingerprints": (
         {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""), "in loss (loss), by 0.2 times its loss.",
     ),
@@ -84,6 +88,8 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     assert (first.step, first.stage, first.tensor) == place and sentence in str(runs), str(runs)
     assert runs.is_rounding == (case == "fewer threads, which only round"), str(runs)
     assert first.value != first.expected == pytest.approx(first.value, rel=0.6)
+    stages = [STAGES.index(reading.stage) for reading in runs.readings]
+    assert stages == sorted(stages)
     assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
 
@@ -116,24 +122,27 @@ def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -
     assert not unlike.is_rounding, "the runs round unlike"
 
 
-def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
-    """32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4."""
-    for factor, is_rounding in ((1.00012, True), (1.00013, False)):
-        assert pair({(2, "grad:layers.1"): factor}).is_rounding == is_rounding
-    wide = {"recipe": "float32/float32"}
-    for factor, is_rounding in ((1 + 9e-7, True), (1 + 1.1e-6, False)):  # at least 2^-20
-        last = {(2, "exp_avg:layers.1"): factor}
-        runs = make_run("a", config=wide), make_run("b", last, config=wide)
-        assert TwoRuns(*runs).is_rounding == is_rounding
-    for factor, is_rounding in ((1 + 8e-7, True), (1 + 3e-5, False)):  # of the mean of 2^12 tokens
-        runs = make_run("a", prints=False, config=wide), make_run("b", prints=False, config=wide)
+WIDE = {"recipe": "float32/float32"}
+REACH: list[tuple[dict[str, Any], Any, float, float]] = [
+    # 32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4; at least 2^-20.
+    ({}, (2, "grad:layers.1"), 1.00012, 1.00013),
+    ({"config": WIDE}, (2, "exp_avg:layers.1"), 1 + 9e-7, 1 + 1.1e-6),
+    # Of the mean of 2^12 tokens.
+    ({"config": WIDE, "prints": False}, "loss", 1 + 8e-7, 1 + 3e-5),
+]
+
+
+@pytest.mark.parametrize(("options", "place", "within", "beyond"), REACH)
+def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements(
+    options: dict[str, Any], place: Any, within: float, beyond: float
+) -> None:
+    for factor in (within, beyond):
+        runs = make_run("a", **options), make_run("b", {place: factor}, **options)
         for run in runs:
             run.steps[2]["tokens"] = 3 << 12
-        runs[1].steps[2]["loss"] *= factor
-        assert TwoRuns(*runs).is_rounding == is_rounding
-    runs = make_run("a"), make_run("b")
-    runs[1].steps[2]["loss"] *= 1.01  # of the tokens that the fingerprint of the batch counts
-    assert not TwoRuns(*runs).is_rounding
+        if place == "loss":
+            runs[1].steps[2]["loss"] *= factor
+        assert TwoRuns(*runs).is_rounding == (factor == within)
 
 
 def test_the_ranks_whose_parts_differ_are_told() -> None:

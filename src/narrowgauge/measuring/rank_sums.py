@@ -41,14 +41,15 @@ class RankSums:
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Sum the bits of an optimizer's gradients."""
-        for place, p in enumerate(self.whole.values()):
-            if p in gradients and not gradients[p].is_sparse:
-                self._sums[0, place] += bits(gradients[p]).to(self._sums.device)
+        sums = []
+        for p in self.whole.values():
+            is_dense = p in gradients and not gradients[p].is_sparse
+            sums.append(bits(gradients[p]) if is_dense else p.new_zeros((), dtype=torch.int64))
+        self._sums[0] += torch.stack(sums).to(self._sums.device)
 
     def take_weights(self) -> None:
         """Sum the bits of the weights."""
-        for place, p in enumerate(self.whole.values()):
-            self._sums[1, place] = bits(p)
+        self._sums[1] = torch.stack([*map(bits, self.whole.values())])
 
     def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
         """Return which gradients and which weights differ between ranks: 0 for alike, the only other
