@@ -76,7 +76,6 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("row", ["int8-outlier-codes", "nvfp4"])
 def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> None:
     """In place too, as adapters add to an output; and of no rows."""
-    pytest.importorskip("peft")
     model = holder()
     plain = holder()["fc"]
     model["fc"].weight.requires_grad_(False)
@@ -98,7 +97,6 @@ def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> No
 
 
 def test_layers_that_share_a_weight_share_its_codes() -> None:
-    pytest.importorskip("peft")
     layers = nn.ModuleDict({name: nn.Linear(IN, OUT, dtype=torch.bfloat16) for name in "abc"})
     layers["c"].weight = layers["a"].weight
     for quantize in (quantize_base, quantize_for_inference):
