@@ -31,25 +31,20 @@ def make_run(
     step_seconds: float = 0.5,
     evals: Sequence[tuple[int, float]] = (),
     events: Sequence[dict[str, Any]] = (),
-    config: dict[str, Any] | None = None,
-    steps: int = 10,
 ) -> Run:
-    """A run that took ``steps`` steps from a loss of 8, and ended in ``loss``; ``None`` is not
-    finished.
-    """
+    """A run that took 10 steps from a loss of 8, and ended in ``loss``; ``None`` is not finished."""
     rows: list[dict[str, Any]] = []
-    for k in range(1, steps + 1):
+    for k in range(1, 11):
         rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds, "edq": edq})
     summary = {
-        "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "step_memory_bytes": 1 << 20,
+        "val_loss": loss, "steps": 10, "tokens_per_second": 100 / step_seconds, "step_memory_bytes": 1 << 20,
         "bytes_per_param": SIZES.get(recipe, 8.0), "edq": edq,
     }  # fmt: skip
-    settings = {"recipe": recipe, "seed": seed, "steps": steps, "schedule": "cosine"}
+    settings = {"recipe": recipe, "seed": seed, "steps": 10, "schedule": "cosine"}
     path = Path(run_name(recipe, seed))
     validations = [{"step": step, "val_loss": value} for step, value in evals]
     ended = None if loss is None else summary
-    table = {"config": {**settings, **(config or {})}}
-    return Run(path, table, rows, validations, list(events), ended)
+    return Run(path, {"config": settings}, rows, validations, list(events), ended)
 
 
 def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:

@@ -73,7 +73,8 @@ def test_a_log_of_another_program_fills_what_a_law_reads(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.unit not in UNLIKE])
 def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name: str) -> None:
     runs = make_run("a"), make_run("b")
-    for run, value in zip(runs, (0.2, 0.6), strict=True):
+    other = 0.201 if COLUMNS[name].unit == "setting" else 0.6
+    for run, value in zip(runs, (0.2, other), strict=True):
         (run.evals if name == "val_loss" else run.steps)[:] = [{"step": 1, name: value}]
     result = TwoRuns(*runs)
     assert not result.is_rounding and result.readings[0].what == name, str(result)

@@ -124,7 +124,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "an unknown recipe": (write("run.toml", 'schema_version = 2\n[config]\nrecipe = "foo/bar"\n'), 0, "spike"),
     "no row": (write("steps.jsonl", ""), 0, "Nothing was looked at: 0 rows without a value that is read."),
     "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
-    "short gauges": (write("gauges.jsonl", '{"step": 20, "tensors": {"grad:a": [null, 1]}}\n'), 0, "spike"),
 }  # fmt: skip
 """What is done to a record with a spike, how the command ends, and what it says."""
 

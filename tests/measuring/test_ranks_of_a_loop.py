@@ -35,7 +35,7 @@ def train(rank: int, folder: Path, has_fault: bool) -> None:
             loss.backward()
             if has_fault and rank == 1 and step == AT:
                 gradient: Any = model.get_parameter(NAME).grad
-                gradient.view(torch.int32)[3, 5] ^= 1
+                gradient.view(torch.int32)[3, 5] ^= 1 << 20
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss)

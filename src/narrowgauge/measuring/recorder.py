@@ -350,9 +350,9 @@ class RunRecorder:
         while self._record.notes:
             self._tell("note", self._record.notes.pop())
         run = read_run(self._record.path)
-        last = max((row["step"] for row in run.steps[-1:]), default=step)
-        if last < step:
-            self._tell("note", f"steps {last + 1} to {step} have no rows")
+        for row in run.steps[-1:]:
+            if row["step"] < step:
+                self._tell("note", f"steps {row['step'] + 1} to {step} have no rows")
         return run
 
     def numbers(self) -> dict[str, float]:
