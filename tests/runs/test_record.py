@@ -4,9 +4,10 @@ is there.
 
 from __future__ import annotations
 
-import errno
-import io
+import contextlib
+import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
+from narrowgauge.measuring.step import Step
+from narrowgauge.runs import record as reading
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.schema import VERSION, numbers_of
-from narrowgauge.runs.writer import Record
+from narrowgauge.runs.schema import STEP, VERSION, numbers_of
+from narrowgauge.runs.writer import Record, shortened
 from narrowgauge.trainer import checkpoints
 from trainer.tiny_runs import bytes_of
 
@@ -155,6 +158,22 @@ def test_a_damaged_or_newer_run_is_refused(version: object, folder: Path) -> Non
             read(folder)
 
 
+def assert_a_full_disk_leaves_whole_rows(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+    with Record(folder) as writer:
+        writer.append("steps", {"step": 1, "loss": 0.5})
+        with (folder / "large").open("wb", 0) as stream, contextlib.suppress(OSError):
+            while True:
+                stream.write(bytes(1000))
+        words = r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"
+        with pytest.raises(RecordError, match=words):
+            for step in range(2, 10_000):
+                writer.append("steps", {"step": step, "loss": 0.5})
+    notes: list[str] = []
+    rows = [*reading.rows_in(folder / "steps.jsonl", notes)]
+    assert [row["step"] for row in rows] == [*range(1, step)] and not notes
+
+
 SIZES = ("300k", "700k", "1000k", "1300k", "1600k", "2000k")
 
 
@@ -179,24 +198,53 @@ def test_a_disk_that_is_too_small_says_so_and_keeps_what_it_holds(
         assert len(checkpoints.folders(tmp_path)) == saved
         if saved:
             assert checkpoints.require(tmp_path)[1] == []
+        assert_a_full_disk_leaves_whole_rows(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full(io.FileIO):
-        """Takes ten bytes."""
+LISTS = [name for name, column in STEP.items() if column.type == "names"]
 
-        def write(self, data: Any) -> int:
-            super().write(data[:10])
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    before = read_run(folder).steps
-    with Record.open(folder) as record, monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda self, *_, **__: Full(self, "a"))
-        words = r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"
-        with pytest.raises(RecordError, match=words):
-            record.append("steps", {"step": 5, "loss": 0.0})
-    assert read_run(folder).steps == before and not read_run(folder).notes
+@pytest.mark.parametrize("lists", [LISTS, *([name] for name in LISTS)], ids=len)
+def test_a_row_has_two_kilobytes_at_300_tensors(lists: list[str]) -> None:
+    """With every number and such lists: the worst tensors are there, and the laws count all."""
+    names = [
+        f"model.layers.{number}.mlp.experts.{number}.down_proj.weight" for number in range(300)
+    ]
+    row: dict[str, Any] = {"step": 1, "stored": {name: -len(name) / 7 for name in names}}
+    for name, column in STEP.items():
+        if column.type == "number":
+            row[name] = math.pi * 1e5
+    row = shortened(row | dict.fromkeys(lists, names))
+    assert len(json.dumps(row)) <= 2048
+    assert len(row["stored"]) <= 20 and max(row["stored"].values()) == -len(names[299]) / 7
+    for name in lists:
+        assert row[name] == names[: len(row[name])] and 0 < len(row[name]) <= 20
+        assert len(set(getattr(Step.of(row), name))) == 300
+
+
+def test_a_loop_of_300_tensors_is_judged_whole(tmp_path: Path) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(UserWarning, match="and 299 others"),
+        ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder,
+    ):
+        for parameter in model.parameters():
+            parameter.grad = torch.full((2, 2), math.nan)
+        optimizer.step()
+        recorder.step(1.0)
+    assert max(map(len, (tmp_path / "run" / "steps.jsonl").read_bytes().splitlines())) <= 2048
+    [bad, *_] = ng.diagnose(tmp_path / "run").readings
+    assert bad.tensor.endswith("and 299 others")
+
+
+def test_a_large_file_is_read_as_a_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read_run(folder)
+    monkeypatch.setattr(reading, "LARGE", 0)
+    run = read_run(folder)
+    assert run.columns == expected.columns
+    for place in (0, -1, slice(-1, None), slice(1, 3), slice(None)):
+        assert run.steps[place] == expected.steps[place]
+    assert len(run.steps) == 4 and [*run.evals] == expected.evals

@@ -7,18 +7,19 @@ refused.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.cli.main import main
 from narrowgauge.errors import (
     ChipError,
     DataError,
@@ -31,41 +32,114 @@ from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
+from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.record import read_run
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.notation import get_compute, parse
+from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
+from trainer.tiny_runs import ENVIRONMENT, bytes_of
 
-# ── commands: status 2, one line on standard error, nothing on standard output; test_golden has mor
+# ── commands: status 2, one line on standard error, nothing on standard output, and no PyTorch ─────
 
 CHIP = "plan run --model llama-8b --chip H100-SXM"
-COMMANDS = [
-    ("show recipe", "UsageError", "NAME"),
-    ("train --config nowhere.toml", "DataError", r"nowhere\.toml"),
-    ("train --out nowhere", "DataError", "narrowgauge tokenize TEXT OUT"),
-    ("compare --seeds 2", "UsageError", "'--recipes'"),
-    ("plan run", "UsageError", "--model"),
-    (f"{CHIP} --layout head", "RecipeError", "'head'.*NAME=VALUE"),
-    (f"{CHIP} --chips eight", "UsageError", "'eight'"),
-    ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
-    ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),
-    (f"{CHIP} --rule moun", "RecipeError|UsageError", "moun"),
-    ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
-    ("plan scaling 128:10d", "DataError", "two or more"),
-    ("plan scaling 128:10d,256:7d --at 0", "UsageError", "from 1 on"),
-]  # fmt: skip
+TRAIN = "train --data ids"
+LONG = "x" * 3000
+COMMANDS = {
+    "show recipe": ("UsageError", "NAME"),
+    "show recipe nowhere": ("RecipeError", "no recipe is named 'nowhere'"),
+    LONG: ("UsageError", "No such command"),
+    f"train --recipe {LONG}": ("RecipeError", "no recipe is named"),
+    f"export {LONG} y": ("OSError", "File name too long"),
+    "export nowhere out": ("RecordError", "it has no checkpoint"),
+    "report nowhere": ("RecordError", "No run in nowhere"),
+    # settings
+    "train --config nowhere.toml": ("DataError", r"nowhere\.toml"),
+    "train --config unknown.toml": ("RecipeError", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
+    "train --config damaged.toml": ("DataError", r"Cannot read the settings file damaged\.toml"),
+    "train --config number.toml": ("RecipeError", "A recipe is a name in quotes"),
+    "train --recpie x": ("UsageError", "--recpie"),
+    "train --recipe bfloat16/wrod": ("RecipeError", "no storage is named 'wrod'. Did you mean 'word'?"),
+    "train --recipe x/word": ("RecipeError", "no compute is named 'x'"),
+    "train --recipe recipe.toml": ("RecipeError", "no recipe is named"),
+    "train --model lama": ("RecipeError", "no model is named 'lama'"),
+    "train --steps 0": ("RecipeError", "steps = 0: it must be one integer and at least 1"),
+    "train --lr nan": ("RecipeError", "lr = nan: it must be one finite number and at least 0"),
+    "train --max-grad-norm -1": ("RecipeError", r"max_grad_norm = -1\.0: it must be one finite number"),
+    "train --seed 4294967296": ("RecipeError", "seed = 4294967296"),
+    "train --batch-size 7 --gradient-accumulation-steps 2": ("RankError", "7 sequences into 2 micro-batches for 1 rank"),
+    "train --data nowhere": ("DataError", "No such file"),
+    "train --out nowhere": ("DataError", "narrowgauge tokenize TEXT OUT"),
+    f"{TRAIN} --sequence-length 10000 --batch-size 1": ("DataError", "sequence_length 10000 needs 10001 tokens"),
+    f"{TRAIN} --batch-size 100000000000000": ("DataError", "A step of 25,600,000,000,000,000 tokens needs more than the"),
+    "train --out odd": ("RecordError", "not to be overwritten.*in the program that wrote it"),
+    f"{TRAIN} --out odd": ("RecordError", "not to be overwritten"),
+    "train --out done --lr 1": ("RecordError", r"lr was 0\.001 and is 1\.0"),
+    "train --out done --seed 3": ("RecordError", "seed was 0 and is 3"),
+    "compare --seeds 2": ("UsageError", "'--recipes'"),
+    "compare --out nowhere": ("UsageError", "'--recipes'"),
+    "compare --recpies x": ("UsageError", "--recpies"),
+    "compare --recipes ,": ("RecipeError", "no recipe was named"),
+    "compare --recipes bfloat16/wrod": ("RecipeError", "mean 'word'"),
+    "compare --recipes bfloat16/word --model lama": ("RecipeError", "'lama'"),
+    "compare --recipes bfloat16/word --steps 0": ("RecipeError", "steps = 0"),
+    "compare --recipes bfloat16/word --data nowhere": ("DataError", "nowhere"),
+    # plans
+    "plan run": ("UsageError", "--model"),
+    "plan run --model llama-1m --recipe bfloat16/word --chip h101": ("ChipError", "no chip is named 'h101'"),
+    f"{CHIP} --layout head": ("RecipeError", "'head'.*NAME=VALUE"),
+    f"{CHIP} --chips eight": ("UsageError", "'eight'"),
+    "plan run --model llama-8b --cluster no.toml": ("DataError", r"no\.toml"),
+    "plan run --model llama-8b": ("ChipError", "no machine.*--chip"),
+    f"{CHIP} --rule moun": ("RecipeError|UsageError", "moun"),
+    "plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096": ("RecipeError|NarrowgaugeError", "1,024 positions"),
+    "plan scaling 128:10d": ("DataError", "two or more"),
+    "plan scaling 128:10d,256:7d --at 0": ("UsageError", "from 1 on"),
+}  # fmt: skip
+FINISHED = ("train --out done", "train --out done --steps 1")
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # from here on, to import it is an error
+from narrowgauge.cli.main import main
+for line in sys.stdin:
+    try:
+        main(line.split(), prog_name="narrowgauge")
+    except SystemExit as end:
+        print(end.code, line.strip(), flush=True)
+"""
 
 
-@pytest.mark.parametrize(("line", "kind", "words"), COMMANDS, ids=[row[0] for row in COMMANDS])
-def test_a_command(
-    line: str, kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, line.split(), prog_name="narrowgauge")
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
-        result.exception
-    )
-    assert re.match(rf"(?:{kind}): ", result.stderr), result.stderr
-    assert re.search(words, result.stderr), result.stderr
-    assert not any(tmp_path.iterdir())
+def make_files(folder: Path) -> None:
+    """Make tokens, files of settings, a finished run and one of another program."""
+    (folder / "unknown.toml").write_text("batch-size = 8")
+    (folder / "damaged.toml").write_text("steps = [")
+    (folder / "number.toml").write_text("recipe = 3")
+    Record.create(folder / "odd", {"recorder": {"program": "mine.py"}}).close()
+    tokens = write_tokens(["text " * 2000], load_tokenizer(None), folder / "ids")
+    config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
+    with Record.create(folder / "done", {"config": config}) as writer:
+        writer.summary({"steps": 1, "val_loss": 4.0})
+    checkpoint = folder / "done" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    notes = {"step": 1, "settings": config, "tokens": open_tokens(tokens).fingerprint}
+    (checkpoint / "notes.json").write_text(json.dumps(notes))
+    manifest = {"notes.json": digest(checkpoint / "notes.json")}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_commands_are_refused_or_finished_before_torch_is_loaded(tmp_path: Path) -> None:
+    make_files(tmp_path)
+    before = bytes_of(tmp_path)
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join((*COMMANDS, *FINISHED)),
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT,
+    )  # fmt: skip
+    printed = [f"2 {line}" for line in COMMANDS]
+    for line in FINISHED:
+        printed += ["done is finished: 1 step.", f"0 {line}"]
+    assert process.stdout.splitlines() == printed, process.stderr
+    for (kind, words), line in zip(COMMANDS.values(), process.stderr.splitlines(), strict=True):
+        assert re.match(rf"(?:{kind}): .*{words}", line), line
+    assert bytes_of(tmp_path) == before
 
 
 # ── calls ─────────────────────────────────────────────────────────────────────────────────────────

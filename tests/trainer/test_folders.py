@@ -89,6 +89,11 @@ def newest_checkpoint_damaged(folder: Path) -> None:
     next(checkpoints.folders(folder)[0].glob("*.distcp")).write_bytes(b"")
 
 
+def every_checkpoint_damaged(folder: Path) -> None:
+    for checkpoint in checkpoints.folders(folder):
+        (checkpoint / "manifest.json").write_text("{}")
+
+
 FINISHED = (0, "finished: 4 steps")
 GONE = (2, "its checkpoints are gone")
 STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
@@ -102,6 +107,9 @@ STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
     "no summary": ("finished", remove("summary.json"), (0, "Finished after 4")),
     "stopped": ("stopped", Path.exists, (0, "Finished after 4")),
     "stopped, newest checkpoint damaged": ("stopped", newest_checkpoint_damaged, (0, "damaged-checkpoint")),
+    "stopped, every checkpoint damaged": (
+        "stopped", every_checkpoint_damaged, (2, "are damaged: step-00000003, step-00000002"),
+    ),
     "stopped, settings damaged": ("stopped", damage_settings, (0, "Finished after 4")),
     "stopped, pruned": ("stopped", prune, GONE),
     "stopped, pruned, events lost": ("stopped", both(prune, remove("events.jsonl")), GONE),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
@@ -13,7 +12,6 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
-from trainer.tiny_runs import refused
 
 
 @pytest.fixture(autouse=True)
@@ -48,36 +46,3 @@ def test_the_schedule_at_known_steps() -> None:
     for steps, peak in ((1, 1), (9, 1), (10, 1), (400, 40), (100_000, 100)):
         settings = Settings(steps=steps, lr=1.0)
         assert max(range(1, steps + 1), key=settings.learning_rate) == peak
-
-
-IMPOSSIBLE: dict[str, dict[str, Any]] = {
-    "steps = 0: it must be one integer and at least 1": {"steps": 0},
-    "lr = nan: it must be one finite number and at least 0": {"lr": math.nan},
-    "max_grad_norm = -1.0: it must be one finite number and at least 0": {"max_grad_norm": -1.0},
-    "8 sequences into 3 micro-batches for 1 rank": {"gradient_accumulation_steps": 3},
-    "no compute is named 'x'": {"recipe": "x/word"},
-    "narrowgauge tokenize TEXT OUT": {},
-    "No such file": {"data": "nowhere"},
-}
-
-
-@pytest.mark.parametrize("words", IMPOSSIBLE)
-def test_impossible_settings_are_refused(words: str) -> None:
-    with pytest.raises(NarrowgaugeError) as caught:
-        Settings(**IMPOSSIBLE[words]).checked()
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("batch-size = 8", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
-        ("steps = [", "Cannot read the settings file mine.toml"),
-        ("recipe = 3", "A recipe is a name in quotes"),
-    ],
-)
-def test_wrong_settings_files_are_refused_in_one_line(
-    text: str, words: str, elsewhere: Path
-) -> None:
-    (elsewhere / "mine.toml").write_text(text)
-    assert words in refused("train", "--config", "mine.toml")

@@ -40,7 +40,7 @@ from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
-from narrowgauge.runs.writer import Record, plain, require_columns
+from narrowgauge.runs.writer import Record, plain, require_columns, shortened
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
@@ -247,6 +247,7 @@ class RunRecorder:
         if row.get("tokens", 0) > self._tokens and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - self._tokens) / row["seconds"])
         self._tokens = row.get("tokens", self._tokens)
+        row = shortened(row)
         self._append("steps", row)
         self._read(Step.of(row))
         if self._gauges.step != self.num_steps:

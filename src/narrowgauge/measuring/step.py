@@ -77,6 +77,11 @@ class Step:
                 values[name] = number(value)
             elif type_ is not None and isinstance(value, type_):
                 values[name] = value
+        for name, count in (row.get("counts") or {}).items():
+            names = values.get(name)
+            if isinstance(names, list):  # its row has the first ones
+                rest = range(len(names) + 1, count + 1)
+                values[name] = [*names, *map("tensor {}".format, rest)]
         return cls(row["step"], **values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,40 @@ def plain(value: Any) -> Any:
     return value if is_plain else str(value)
 
 
+LISTED = 20
+"""Tensors in a list of a row."""
+ROW = 2000
+"""Bytes of a row of ``steps.jsonl``."""
 LONGEST = 200
 """Bytes of a text in a row."""
+
+
+def shortened(row: Row) -> Row:
+    """Return the row of a step with the first :data:`LISTED` names of each list of tensors, with the
+    lowest values of an object, and with the ``counts`` of longer ones. If these take more than
+    :data:`ROW` bytes, take fewer.
+    """
+    lists = {}
+    for name, tensors in row.items():
+        if tensors and isinstance(tensors, (list, dict)):
+            lists[name] = tensors
+    most = LISTED
+    short = row
+    while lists and most and (short is row or len(_line(short)) > ROW):
+        short = {**row}
+        counts = {}
+        for name, tensors in lists.items():
+            if isinstance(tensors, dict):
+                lowest = sorted(tensors.items(), key=itemgetter(1))
+                short[name] = dict(lowest[:most])
+            else:
+                short[name] = tensors[:most]
+            if len(tensors) > most:
+                counts[name] = len(tensors)
+        if counts:
+            short["counts"] = counts
+        most //= 2
+    return short
 
 
 def require_columns(row: Row) -> None:
