@@ -45,15 +45,12 @@ class Row:
     Args:
         make: what builds its optimizer.
         options: with which it learns fast.
-        matrix: whether it looks at whole matrices.
     """
 
     make: Callable[..., ng.Optimizer]
     options: dict[str, Any]
-    matrix: bool = False
 
 
-SUBSPACE = {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}
 RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}),
     "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}),
@@ -62,16 +59,14 @@ RULES = {
     "plain sgd": Row(ng.SGD, {"lr": 0.5}),
     "lion": Row(ng.Lion, {"lr": 0.2}),
     "own": Row(users_rule, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}),
-    "muon": Row(
-        ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, matrix=True
-    ),
-    "galore": Row(GaLore, SUBSPACE, matrix=True),
+    "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}),
+    "galore": Row(GaLore, {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}),
 }
 
 
 def is_legal(rule: str, storage: str) -> bool:
     row = STORAGES[storage]
-    if RULES[rule].matrix:
+    if rule in ("muon", "galore"):
         # Before the step a matrix rule knows no scale by block of Muon's momentum beside the weight.
         is_refused = rule == "muon" and row.exp_avg.scaled
         return row.arithmetic == "float32" and not is_refused
@@ -127,6 +122,13 @@ def parameters(
 def narrow(*shape: int) -> nn.Parameter:
     """Return a parameter of ones in bfloat16."""
     return nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+
+
+def every_value(visible: str) -> Tensor:
+    """Return all finite values of a 16-bit format."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    values = every.view(getattr(torch, visible))
+    return values[values.isfinite()]
 
 
 def step_along(optimizer: torch.optim.Optimizer, value: float) -> None:

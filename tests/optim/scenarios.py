@@ -44,25 +44,19 @@ def stall(
     for _ in range(50):
         cycle.append((0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16())
     weight = torch.nn.Parameter(start.to(getattr(torch, STORAGES[storage].visible), copy=True))
-    options = {
-        "lr": lr,
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-        "compile": False,
-        "low_bits": "zero",
-    }
-    optimizer = ng.AdamW([("weight", weight)], storage=storage, **options)
-    optimizer.adopt(
-        {weight: start.float()}
-    )  # where bfloat16 is not yet what the storage holds, the case begins there
-    start = optimizer.stored(weight)
-    exact = torch.nn.Parameter(start.to(torch.float64, copy=True))
-    reference = torch.optim.AdamW([exact], lr=lr, weight_decay=0.0)
+    options = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    optimizer = ng.AdamW(
+        [("weight", weight)], storage=storage, compile=False, low_bits="zero", **options
+    )
+    optimizer.adopt({weight: start.float()})  # as the storage rounds it
+    before = optimizer.stored(weight).double()
+    exact = torch.nn.Parameter(before.clone())
+    reference = torch.optim.AdamW([exact], **options)
     for t in range(1, steps + 1):
         weight.grad = cycle[t % 50].to(weight.dtype)
         exact.grad = cycle[t % 50].double()
         optimizer.step()
         reference.step()
-    moved = optimizer.stored(weight).double() - start.double()
-    exact_change = exact.detach() - start.double()
-    return float((moved - exact_change).norm() / exact_change.norm()), ng.audit(optimizer)["weight"]
+    moved = optimizer.stored(weight).double() - before
+    expected = exact.detach() - before
+    return float((moved - expected).norm() / expected.norm()), ng.audit(optimizer)["weight"]

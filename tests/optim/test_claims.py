@@ -22,9 +22,8 @@ AT_RANDOM = [name for name, row in expectations.STORAGES.items() if row.stall ==
 STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "lost"]
 
 
-@pytest.mark.usefixtures(
-    "native_formats"
-)  # or the first optimizer of a process warns of slow matmuls
+# Or the first optimizer of a process warns of slow matmuls.
+@pytest.mark.usefixtures("native_formats")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", LIMITS)
 def test_stall_case_is_survived(storage: str) -> None:
@@ -49,7 +48,6 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
     assert abs(reading.edq - 1) < 4 * reading.edq_error < 3.2 * coarser
 
 
-SIZES = [1e-10, 1e-3, 1e2, 1e6, 1e10]
 MIXED = {"elements": (32, 32), "rows": (32, 1)}
 
 
@@ -81,7 +79,7 @@ def held(storage: str) -> list[float]:
     least, most = STORAGES[storage].gradients
     if STORAGES[storage].visible == "float16":
         least, most = max(least, 1e-3), min(most, 1e3)
-    return [size for size in SIZES if 2 * least < size < most]
+    return [size for size in (1e-10, 1e-3, 1e2, 1e6, 1e10) if 2 * least < size < most]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -140,10 +138,8 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
         UpdateLossWarning, match=rf"'weight' stores \d+% .* '{fallback}' would keep it"
     ):
         error, reading = stall(storage, side=64)
-    bare = storage in (
-        "naive",
-        "no-master",
-    )  # float16 has room for the updates of its smallest weights
-    assert error > (0.9 if bare else 0.5)
-    assert reading.lost_fraction > (0.99 if bare else 0.5)
+    # Float16 has room for the updates of its smallest weights.
+    is_bare = storage in ("naive", "no-master")
+    assert error > (0.9 if is_bare else 0.5)
+    assert reading.lost_fraction > (0.99 if is_bare else 0.5)
     assert error > 4 * LIMITS[fallback]

@@ -19,11 +19,21 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import extras_of
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import EVERY, RULES, SOME, Shape, build, everything, narrow, parameters, step_along
+from optim.pairs import (
+    EVERY,
+    RULES,
+    SOME,
+    Shape,
+    build,
+    everything,
+    kernel_of,
+    narrow,
+    parameters,
+    step_along,
+)
 from oracles.lion import Lion64
 from tensors import (
     assert_same_bits,
-    parameters_of,
     same_bits,
     set_gradients,
     step_gradients,
@@ -137,22 +147,15 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
         assert p.numel() < 2 or not torch.equal(p, value)
 
 
-def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
-    """Bytes a parameter of one matrix: weight, gradient and all states, by the rows of the tables."""
-    group = optimizer.param_groups[0]
-    storage = STORAGES[group["storage"]]
-    (parameter,) = parameters_of(optimizer)
-    rule = optimizer.kernels.rule_in(group, parameter)
-    row = storage.keeping(rule.stored_states)
-    extra_bytes = 4 * sum(map(math.prod, extras_of(rule, (rows, cols), group).values()))
-    return row.bytes_per_param + 4 * len(row.scaled) / cols + extra_bytes / (rows * cols)
-
-
 @EVERY
 def test_the_bytes_counted_are_those_of_the_tables(rule: str, storage: str) -> None:
+    """Those of weight, gradient and states, of bounds of rows and of a matrix rule's own states."""
     optimizer = build(rule, parameters(storage, [(16, 32)]), storage)
     take_steps(optimizer, range(1))
-    assert optimizer.bytes_per_param() == size_of(optimizer, 16, 32)
+    kernel_rule, row = kernel_of(rule, storage)
+    extras = extras_of(kernel_rule, (16, 32), optimizer.param_groups[0])
+    count = 16 * len(row.scaled) + sum(map(math.prod, extras.values()))
+    assert optimizer.bytes_per_param() == row.bytes_per_param + 4 * count / (16 * 32)
 
 
 @pytest.mark.parametrize("rule", ["muon", "galore"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
-from optim.pairs import parameters
+from optim.pairs import parameters, step_along
 from tensors import bits
 
 
@@ -20,18 +20,16 @@ def test_adopted_values_are_kept_in_float64_nan_included() -> None:
     )
     assert weight.isnan().sum() == 1
 
-    def of(name: str) -> Tensor:
-        return bits(optimizer.stored(weight, name)).view(-1)[1:]
+    for name in ("weight", "exp_avg"):
+        stored = bits(optimizer.stored(weight, name)).view(-1)
+        assert stored[0] == 0x7FF8 << 48 and torch.equal(stored[1:], bits(values).view(-1)[1:])
 
-    assert torch.equal(of("weight"), bits(values).view(-1)[1:])
-    assert torch.equal(of("exp_avg"), of("weight"))
-    assert bits(optimizer.stored(weight)).view(-1)[0] == 0x7FF8 << 48
-    # A state of torch's float64 AdamW arrives whole.
-    wide = nn.Parameter(values.nan_to_num(posinf=1.0))
-    torch_adamw = torch.optim.AdamW([wide])
-    wide.grad = torch.full_like(wide, 1 / 3)
-    torch_adamw.step()
-    copied = nn.Parameter(wide.detach().to(weight.dtype))
-    ours = ng.AdamW([copied], storage="float64")
-    ours.load_state_dict(torch_adamw.state_dict())
-    assert torch.equal(ours.stored(copied, "exp_avg"), torch_adamw.state[wide]["exp_avg"])
+
+def test_a_state_of_torchs_float64_adamw_arrives_whole() -> None:
+    wide = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    theirs = torch.optim.AdamW([wide])
+    step_along(theirs, 1 / 3)
+    (weight,) = parameters("float64", [(4, 4)])
+    ours = ng.AdamW([weight], storage="float64")
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.stored(weight, "exp_avg"), theirs.state[wide]["exp_avg"])

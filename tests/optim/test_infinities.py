@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import build, is_legal
+from optim.pairs import build, is_legal, parameters
+from tensors import take_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Infinity and NaN of float16 weights are read as 65536, from which training can return.
@@ -28,13 +29,10 @@ def test_an_infinite_weight_stays_and_the_others_of_its_row_do_not_notice(
         return
     stepped = []
     for infinity in (math.inf, 1.0):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(4, 64).to(getattr(torch, STORAGES[storage].visible)))
+        (weight,) = parameters(storage, [(4, 64)])
         weight.data[0, :2] = torch.tensor([infinity, -infinity])
         optimizer = build(rule, [weight], storage, weight_decay=decay, low_bits="zero")
-        for _ in range(3):
-            weight.grad = torch.randn_like(weight)
-            optimizer.step()
+        take_steps(optimizer, range(3))
         stepped.append((weight.detach(), optimizer.stored(weight)))
     for values in stepped[0]:
         assert values[0, :2].tolist() == [math.inf, -math.inf]
@@ -47,7 +45,7 @@ def test_an_infinite_weight_stays_and_the_others_of_its_row_do_not_notice(
 def moved(storage: str, glitch: float) -> Tensor:
     """Return how far weights move in steps 100 to 120 if one gradient of the tenth is a glitch."""
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.zeros(2, 64).to(getattr(torch, STORAGES[storage].visible)))
+    (weight,) = parameters(storage, [(2, 64)], scale=0.0)
     options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
     optimizer = build("adamw", [weight], storage, low_bits="zero", **options)
     before = weight.detach()

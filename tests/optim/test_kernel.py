@@ -20,8 +20,7 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
         )
         take_steps(optimizer, range(12), scale=0.01)
         results.append(everything(optimizer))
-    assert_same_bits(results[0], results[1])
-    assert_same_bits(results[0], results[2])
+        assert_same_bits(results[0], results[-1])
 
 
 @pytest.mark.parametrize(

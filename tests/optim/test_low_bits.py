@@ -12,8 +12,8 @@ import narrowgauge as ng
 from narrowgauge.optim import codes
 from narrowgauge.optim.low_bits import has_low_bits, random_of, random_offset
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import build, parameters
-from tensors import parameters_of, set_gradients
+from optim.pairs import build, every_value, narrow, parameters, step_along
+from tensors import take_steps
 
 FILLED = [name for name, row in STORAGES.items() if has_low_bits(row)]
 
@@ -21,15 +21,13 @@ FILLED = [name for name, row in STORAGES.items() if has_low_bits(row)]
 @pytest.mark.parametrize("visible", ["bfloat16", "float16"])
 def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible: str) -> None:
     """All 16-bit values beside the ends of the random bits, and some between."""
-    dtype = getattr(torch, visible)
-    values = (
-        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    )
+    every = every_value(visible)
+    values = every.float()
     bits = codes.visible_bits(visible, values)
     for random in (0, 1 << 16, 1 << 19, 0x3FFFFFFF, 0x40000000, 0x7FFFFFFF, -(1 << 31), -1):
         offset = random_offset(visible, bits, torch.full_like(bits, random))
         new = codes.visible_value(visible, bits + offset)
-        assert torch.equal(new.to(dtype).float()[values.isfinite()], values[values.isfinite()])
+        assert torch.equal(new.to(every.dtype), every)
         assert torch.equal(new[values == 0], values[values == 0])
 
 
@@ -49,8 +47,7 @@ def test_the_visible_change_is_the_update(
     start = weight.detach().double()
     rate = abs(float(start[0, 0])) * 2.0**-11
     optimizer = ng.SGD([weight], lr=rate, storage=storage, compile=False)
-    weight.grad = torch.full_like(weight, -sign)
-    optimizer.step()
+    step_along(optimizer, -sign)
     share = (weight.detach().double() - start).mean() / (sign * rate)
     assert abs(float(share) - 1) < bound
 
@@ -61,17 +58,13 @@ def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage: str) -
 
     Equal weights get different low bits, also without a gradient.
     """
-    shapes = [(80, 64), (6, 10), (300,)]
-    weights = []
-    for p in parameters(storage, shapes):
-        weights.append(nn.Parameter(torch.ones_like(p) * 0.3))
-    weights[2].data[0] = 0.2  # not a vector of one value
+    weights = parameters(storage, [(80, 64), (6, 10), (300,)])
+    for p in weights:
+        p.data.fill_(0.3)
     optimizer = build("adamw", weights, storage, lr=0.0, low_bits="random")
-    before = [p.detach().clone() for p in parameters_of(optimizer)]
-    for p in parameters_of(optimizer):
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for p, visible in zip(parameters_of(optimizer), before, strict=True):
+    before = [p.detach().clone() for p in weights]
+    step_along(optimizer, 0.0)
+    for p, visible in zip(weights, before, strict=True):
         assert torch.equal(p, visible)
         stored = optimizer.stored(p)
         assert torch.equal(stored.to(p.dtype), p)
@@ -82,9 +75,7 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
     """After three steps of torch's AdamW: the model has no low bits, and its optimizer none either."""
     weights = parameters("word")
     theirs = torch.optim.AdamW(weights, lr=1e-3)
-    for step in range(3):
-        set_gradients(weights, step)
-        theirs.step()
+    take_steps(theirs, range(3))
     ours = ng.AdamW(weights, lr=1e-3, compile=False)
     ours.load_state_dict(theirs.state_dict())
     stored = ours.stored(weights[0])
@@ -94,9 +85,7 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
 
 def test_names_and_places_draw_the_bits_and_a_vector_of_ones_has_none() -> None:
     def stored(name: str, *shapes: tuple[int, ...], low_bits: str = "random") -> list[torch.Tensor]:
-        named = []
-        for k, s in enumerate(shapes):
-            named.append((f"{name}{k}", nn.Parameter(torch.ones(s).bfloat16())))
+        named = [(f"{name}{k}", narrow(*shape)) for k, shape in enumerate(shapes)]
         optimizer = ng.AdamW(named, low_bits=low_bits, seed=3)
         optimizer.make_missing(optimizer.param_groups[0], [p for _, p in named])
         return [optimizer.stored(p) for _, p in named]

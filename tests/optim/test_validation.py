@@ -5,7 +5,6 @@ refused.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
 
 ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "seed": 9}
-LOW_RANK = {**ADAM, "scale": 0.1, "update_proj_gap": 1}
 LATER: dict[str, dict[str, Any]] = {
     "adamw": ADAM,
     "adam": ADAM,
@@ -31,15 +29,8 @@ LATER: dict[str, dict[str, Any]] = {
     "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4},
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
     "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "adjust_lr_fn": "original"},
-    "galore": LOW_RANK,
+    "galore": {**ADAM, "scale": 0.1, "update_proj_gap": 1},
 }  # fmt: skip
-
-
-@functools.cache
-def after_four_steps(rule: str, count: int) -> dict[str, Tensor]:
-    optimizer = build(rule, parameters("word")[:count], "word")
-    take_steps(optimizer, range(4))
-    return everything(optimizer)
 
 
 @exhaustive(
@@ -50,17 +41,17 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
 ) -> None:
     """And makes a difference, so that the comparison says something."""
     count = 2 if option == "adjust_lr_fn" else 3  # vectors take no rate of Muon's own
-    moved = build(rule, parameters("word")[:count], "word")
+    same, moved = [build(rule, parameters("word")[:count], "word") for _ in range(2)]
+    take_steps(same, range(4))
     take_steps(moved, range(2))
     fresh = build(rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(moved)], "word")
     fresh.load_state_dict(moved.state_dict())
     for optimizer in (moved, fresh):
-        for group in optimizer.param_groups:
-            group[option] = LATER[rule][option]
+        optimizer.param_groups[0][option] = LATER[rule][option]
         take_steps(optimizer, range(2, 4))
     assert_same_bits(everything(moved), everything(fresh))
     with pytest.raises(AssertionError):
-        assert_same_bits(everything(moved), after_four_steps(rule, count))
+        assert_same_bits(everything(moved), everything(same))
 
 
 @pytest.mark.parametrize(
@@ -196,14 +187,10 @@ MUON = "no matrix.*'rule': 'adamw'"
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("two numbers", made(betas=(0.9,))),
     ("one finite number", made(lr="1")),
-    ("at least 0", made(lr=-1.0)),
-    ("one integer", made(seed="x")),
-    ("one of zero, random", made(low_bits="one")),
     ("one integer", made(audit_every=1.5)),
     ("is a compute and a storage", made(storage="bfloat16/word")),
     ("'word', 'exact' and others take bfloat16", made(storage="float32")),
     ("clip_grad_norm_", lambda: ng.AdamW([{"params": [narrow(4, 6)], "max_grad_norm": 1.0}])),
-    ("one of adamw", lambda: ng.AdamW([{"params": [narrow(4, 6)], "rule": "lion"}])),
     (MUON, later_original),
     (MUON, lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02)),
     ("does not say that it is monotone", with_own_rule),
@@ -314,10 +301,13 @@ def test_notes_of_other_code_stay_beside_a_state() -> None:
     take_steps(optimizer, range(1))
     optimizer.state[weight]["slow"] = torch.zeros(4, 4)
     saved = optimizer.state_dict()
+    saved["state"]["of all"] = 7
     take_steps(optimizer, range(1, 2))
     optimizer.load_state_dict(saved)
+    other: Any = "of all"
     state = optimizer.state[weight]
-    assert "fast" not in state and not state["slow"].any() and state["old_p"].shape == (4, 4)
+    assert optimizer.state[other] == 7
+    assert not state["slow"].any() and state["old_p"].shape == (4, 4)
     state["exp_avg"] = torch.zeros(4, 4)
     with pytest.raises(ng.errors.RecipeError, match="'exp_avg' is packed"):
         take_steps(optimizer, range(1, 2))

@@ -212,15 +212,15 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits for 18
     would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
-    fields = {name: fields_of(storage)[name] for name in roles(storage)}
-    result: dict[str, Addend] = dict.fromkeys(fields)  # to nearest
+    result: dict[str, Addend] = dict.fromkeys(roles(storage))  # to nearest
     if not storage.is_stochastic:
         return result
     mantissa = visible_bits(storage.visible, gradient) & MANTISSA
     if storage.visible == "bfloat16":
         mantissa = mantissa >> 16
     random = random_bits(bits_of(weight) ^ mantissa, seed)
-    for name, field in fields.items():
+    for name in result:
+        field = fields_of(storage)[name]
         if field.share is None:
             continue
         start, borrowed = field.share

@@ -42,6 +42,9 @@ def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey."""
     for name in group:
         check_option(group, name, rule)
+    _check_vectors(group, rule)
+    if rule.name == "sgd":
+        _check_nesterov(group)
 
 
 def check_was_added(place: int, group: Mapping[str, Any]) -> None:
@@ -85,7 +88,6 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
     elif name == "rule":
         rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
         require_choice(name, value, rules)
-        _check_vectors(group, rule)
     elif name == "max_grad_norm" and value:
         raise RecipeError(
             f"Cannot set {name} = {value} in a param group.",
@@ -94,10 +96,6 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
         )
     elif row is not None and name in row.option_names:
         row.check(name, value)
-        if name == "adjust_lr_fn":
-            _check_vectors(group, rule)
-        elif rule.name == "sgd":
-            _check_nesterov(group)
     elif row is not None and value is not None and value is not False:
         _refuse_unknown(name, rule.name)
 

@@ -11,27 +11,21 @@ from torch import Tensor
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim.rules.collage import Parts, collage_adamw
+from narrowgauge.optim.rules.elementwise import ADAMW
 from oracles import collage as narrow
 from tensors import gaussian
 
 BFLOAT16 = NearestEven(16)
 
 
-def scalars(
-    *, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: int = 1000
-) -> dict[str, Tensor]:
+def scalars(beta2: float, t: int) -> dict[str, Tensor]:
     """What AdamW's rule reads at step t; eps is a bfloat16, since torch's sums on a CPU round a
     number beside a tensor.
     """
-    values = {
-        "one_minus_beta1": 1 - 0.9,
-        "one_minus_beta2": 1 - beta2,
-        "negative_step_size": -lr / (1 - 0.9**t),
-        "inverse_root_correction2": (1 - beta2**t) ** -0.5,
-        "eps": float(torch.tensor(1e-8).bfloat16()),
-        "negative_decay": -lr * decay,
-    }
-    return {name: torch.tensor(value) for name, value in values.items()}
+    eps = float(torch.tensor(1e-8).bfloat16())
+    group = {"lr": 1e-3, "betas": (0.9, beta2), "eps": eps, "weight_decay": 0.1}
+    values = torch.tensor(ADAMW.prepare(group, t))
+    return dict(zip(ADAMW.scalars, values.unbind(), strict=True))
 
 
 def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tensor:
@@ -68,7 +62,7 @@ def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) 
     names = ("w", "dw", "m", "v", "dv")[: 4 + plus]
     words = dict.fromkeys(names, zeros.bfloat16()) | {"w": weight[0].bfloat16()}
     for t in range(1, 21):
-        s = scalars(beta2=beta2, t=t)
+        s = scalars(beta2, t)
         g = BFLOAT16(gaussian(count, seed=t, scale=1e-2))
         change, weight, *moments = collage_adamw(weight, g, *moments, s, BFLOAT16)
         numbers = {name: value.item() for name, value in s.items()}
