@@ -269,12 +269,12 @@ FAULTS = {
     ),
     "the hash of random bits": ("h ^ shifted_down(h, 15)", "h ^ (h >> 15)", "word"),
     "a low part that belongs": (
-        "upper_where(is_own, nearest, Low::toward_zero(rest))",
+        "is_own ? nearest : Low::toward_zero(rest)",
         "nearest",
         "kahan",
     ),
     "the sign of a zero": (
-        "V::value(with_tail<(BITS + DROP <= V::BELOW)>(seen, tail))",
+        "V::value(((seen + tail) ^ seen) < 0 ? seen : seen + tail)",
         "V::value(seen + tail)",
         "exact",
     ),

@@ -178,15 +178,6 @@ template <class V, Share SHARE> struct Alone : Whole {
     seen = V::in_range(cut<V::BELOW>(dithered<V::BELOW, SHARE>(x, random)));
   }
 };
-// A weight that other code wrote moves by half an ulp at most, and a zero does not change its sign. No
-// other one does if the tail IS_SHORT: less than an ulp.
-template <bool IS_SHORT> INLINE Ints with_tail(Ints seen, Ints tail) {
-  const auto by_sign = [&] { return where_negative((seen + tail) ^ seen, seen, seen + tail); };
-  if constexpr (!IS_SHORT) return by_sign();
-  else return BY_LANES(
-      seen + (Ints)AVX512(pmaxsd, tail, Ints{}, tail, __builtin_ia32_ptestnmd512(seen, splat(MAGNITUDE), -1)),
-      by_sign(), by_sign());
-}
 // The signed rest of BITS bits from BIT on. DROP bits below are dropped by chance.
 template <class V, int BITS, int DROP, int BIT, Share SHARE> struct Tail {
   static constexpr int HALF = 1 << V::BELOW >> 1, STORED_FROM = V::BELOW == 16 ? DROP : -1;
@@ -196,8 +187,9 @@ template <class V, int BITS, int DROP, int BIT, Share SHARE> struct Tail {
   template <bool IS_CUT> INLINE Ints place(Ints tail) {
     return moved(tail, BIT - DROP) & (IS_CUT ? -1 : (int32_t)(((1ll << BITS) - 1) << BIT));
   }
+  // A weight that other code wrote moves by half an ulp at most, and a zero does not change its sign.
   INLINE Floats read(Ints seen, Ints tail, Floats&) {
-    return V::value(with_tail<(BITS + DROP <= V::BELOW)>(seen, tail));
+    return V::value(((seen + tail) ^ seen) < 0 ? seen : seen + tail);
   }
   INLINE void write(Floats sum, Ints random, Ints& seen, Ints& tail) {
     const Ints x = dithered<DROP, SHARE>(int_of(V::scaled(sum)), random);
@@ -226,10 +218,8 @@ template <class V> struct Master : Whole {
 // A second part in a code of 16 bits. It belongs to the weight if their sum rounds to it.
 template <class V, class Low> struct InTwoParts : Whole {
   static constexpr bool HAS_LOW = true;
-  INLINE Ints belongs(Ints seen, Floats low) {  // in the upper half of each lane
-    const Ints sum = rounded<V::BELOW>(int_of(V::scaled(V::value(seen) + low)));
-    if constexpr (V::BELOW == 16) return upper_equal(sum, seen);
-    else return cut<V::BELOW>(sum) == seen;
+  INLINE Ints belongs(Ints seen, Floats low) {
+    return cut<V::BELOW>(rounded<V::BELOW>(int_of(V::scaled(V::value(seen) + low)))) == seen;
   }
   INLINE Floats read(Ints seen, Ints lane, Floats& low) {
     low = value_of(Low::decode(lane, Scale{}));
@@ -240,7 +230,7 @@ template <class V, class Low> struct InTwoParts : Whole {
   INLINE Ints encode(Ints seen, Floats rest) {
     const Ints nearest = cut<16>(Low::encode(rest, Ints{}, Scale{}));
     const Ints is_own = belongs(seen, value_of(Low::decode(nearest, Scale{})));
-    return upper_where(is_own, nearest, Low::toward_zero(rest));
+    return is_own ? nearest : Low::toward_zero(rest);
   }
 };
 // Kahan's: what the weight did not absorb is added to the next change.

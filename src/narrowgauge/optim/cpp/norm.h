@@ -114,7 +114,7 @@ INLINE void add_pieces(Float16, const char* p, int64_t count, int64_t* words) {
   for (int64_t at = 0; at < count; at += GROUP) {
     const char* q = p + 2 * at;
     if (at + GROUP > count) q = (const char*)memcpy(last, q, 2 * (count - at));
-    const Group x = load<2, true>(q);
+    const Group x = load<2>(q);
     put(floats + 4 * at, Float16::gradient(x.a));
     put(floats + 4 * (at + LANES), Float16::gradient(x.b));
   }

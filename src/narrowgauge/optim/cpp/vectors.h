@@ -25,7 +25,6 @@
 typedef VECTOR(int32_t, 4 * LANES) Ints;
 typedef VECTOR(uint32_t, 4 * LANES) Unsigned;
 typedef VECTOR(float, 4 * LANES) Floats;
-typedef VECTOR(int16_t, 4 * LANES) Halves;
 typedef VECTOR(char, 4 * LANES) Bytes;
 typedef VECTOR(double, 4 * LANES) Doubles;
 typedef VECTOR(uint64_t, 4 * LANES) Longs;
@@ -108,12 +107,8 @@ template <int32_t MASK> INLINE Ints chosen(Ints a, Ints b) {
   };
   return BY_LANES(AVX512(pternlogd, splat(MASK), a, b, 0xCA, -1), by_bits(), by_bits());
 }
-// Not below `least` where x is not 0.
-INLINE Ints held(Ints code, Ints x, int32_t least) {
-  const auto floor = BY_LANES(x, (Ints)AVX2(psignd, splat(least), x), (x > 0 & least));
-  const auto by_floor = [&] { return larger(code, floor); };
-  return BY_LANES(AVX512(pmaxsd, code, splat(least), code, __builtin_ia32_ptestmd512(x, x, -1)), by_floor(), by_floor());
-}
+// Not below `least` where x is above 0.
+INLINE Ints held(Ints code, Ints x, int32_t least) { return larger(code, (Ints)(x > 0 & least)); }
 // Whether one of two vectors has a NaN in a lane, where it is cheap to ask.
 #if !defined(__clang__) && LANES == 16
 constexpr bool ASKS = true;
@@ -128,22 +123,9 @@ INLINE bool any_nan(Floats, Floats) { return false; }
 INLINE Floats fused(Floats a, Floats b, Floats c) {
   return BY_LANES(AVX512(vfmaddps, a, b, c, -1, 4), AVX2(vfmaddps, a, b, c), (a * b + c));
 }
-INLINE Ints where_negative(Ints x, Ints a, Ints b) {
-  return BY_LANES((x < 0 ? a : b), (Ints)AVX2(blendvps, (Floats)b, (Floats)a, (Floats)x), (x < 0 ? a : b));
-}
-// By the upper 16 bits of each lane: most processors compare 16-bit words faster.
-INLINE Ints upper_equal(Ints x, Ints y) {
-  return BY_LANES(((x & UPPER) == y), (Ints)((Halves)x == (Halves)y), (Ints)((Halves)x == (Halves)y));
-}
-INLINE Ints upper_where(Ints c, Ints a, Ints b) {
-  const auto halves = [&] { return (Ints)((Halves)c ? (Halves)a : (Halves)b); };
-  return BY_LANES((c ? a : b), halves(), halves());
-}
 
 // ── loads and stores of elements of 1, 2 or 4 bytes ──────────────────────────────────────────────
 // A load puts elements at the top of their lanes. A store writes the bytes of each lane from a bit on.
-// With PAIRED the two vectors of a group are its even and its odd elements: then 16-bit elements need
-// a shift and a mask. It pays where no stream has 4 bytes.
 
 #if defined(__clang__) || LANES == 4
 template <int BYTES> struct Elements { typedef Ints V; };
@@ -186,46 +168,29 @@ typedef VECTOR(long long, 32) Longs4;
 constexpr char NO_BYTE = -128;
 INLINE Ints shuffled(Longs4 x, Bytes places) { return (Ints)__builtin_ia32_pshufb256((Bytes)x, places); }
 INLINE Longs4 loaded_twice(const char* p) { return __builtin_ia32_vbroadcastsi256(at_address<Longs2>(p)); }
-// Move the elements first, first + step, … of 16 bytes to the tops of the eight lanes.
-template <int BYTES> constexpr Bytes to_lanes(int first, int step) {
+// Move the elements from the first one on to the tops of the eight lanes.
+template <int BYTES> constexpr Bytes to_lanes(int first) {
   Bytes places;
   for (int j = 0; j < 32; j++) {
     const int byte = j % 4 - (4 - BYTES);
-    places[j] = byte < 0 ? NO_BYTE : (first + step * (j / 4)) * BYTES + byte;
+    places[j] = byte < 0 ? NO_BYTE : (first + j / 4) * BYTES + byte;
   }
   return places;
 }
-// Move one byte of each lane, from a bit on, to the places first, first + step, … of its half.
-constexpr Bytes from_lanes(int bit, int first, int step) {
+// Move one byte of each lane, from a bit on, to the places from the first one on in its half.
+constexpr Bytes from_lanes(int bit, int first) {
   Bytes places;
   for (int j = 0; j < 32; j++) {
-    const int lane = (j % 16 - first) / step;
-    const bool is_used = lane >= 0 && lane < 4 && lane * step + first == j % 16;
-    places[j] = is_used ? 4 * lane + bit / 8 : NO_BYTE;
+    const int lane = j % 16 - first;
+    places[j] = lane >= 0 && lane < 4 ? 4 * lane + bit / 8 : NO_BYTE;
   }
   return places;
 }
 #endif
 
-template <int BYTES, bool PAIRED> INLINE Group load(const char* p) {
-  if constexpr (PAIRED && BYTES == 4) {  // a gradient in float32
-    Group x;
-    for (int k = 0; k < LANES; k++) {
-      x.a[k] = at_address<int32_t>(p + 8 * k);
-      x.b[k] = at_address<int32_t>(p + 8 * k + 4);
-    }
-    return x;
-  }
+template <int BYTES> INLINE Group load(const char* p) {
   if constexpr (BYTES == 4) return {at_address<Ints>(p), at_address<Ints>(p + 4 * LANES)};
-  if constexpr (PAIRED && BYTES == 2) {
-    const Ints words = at_address<Ints>(p);
-    return {words << 16, words & UPPER};
-  }
 #if defined(__clang__) || LANES != 8
-  if constexpr (PAIRED) {
-    const Ints words = widened<2>(p);
-    return {words << 24, words << 16 & (int32_t)0xFF000000};
-  }
 #if !defined(__clang__) && LANES == 16
   if constexpr (BYTES == 2) {
     const auto words = at_address<VECTOR(short, 64)>(p);
@@ -236,36 +201,26 @@ template <int BYTES, bool PAIRED> INLINE Group load(const char* p) {
   return {widened<BYTES>(p) << up, widened<BYTES>(p + BYTES * LANES) << up};
 #else
   if constexpr (BYTES == 2) {
-    const Bytes places = to_lanes<2>(0, 1);
+    const Bytes places = to_lanes<2>(0);
     return {shuffled(loaded_twice(p), places), shuffled(loaded_twice(p + 16), places)};
   }
   const Longs4 bytes = loaded_twice(p);
-  if constexpr (PAIRED) return {shuffled(bytes, to_lanes<1>(0, 2)), shuffled(bytes, to_lanes<1>(1, 2))};
-  return {shuffled(bytes, to_lanes<1>(0, 1)), shuffled(bytes, to_lanes<1>(8, 1))};
+  return {shuffled(bytes, to_lanes<1>(0)), shuffled(bytes, to_lanes<1>(8))};
 #endif
 }
 
-template <int BYTES, bool PAIRED, int BIT = 32 - 8 * BYTES> INLINE void store(char* p, Group x) {
+template <int BYTES, int BIT = 32 - 8 * BYTES> INLINE void store(char* p, Group x) {
   if constexpr (BYTES == 4) {
     put(p, x.a);
     put(p + 4 * LANES, x.b);
-    return;
-  }
-  if constexpr (PAIRED && BYTES == 2) {
-    if constexpr (BIT == 16) put(p, shifted_down(x.a, 16) | (x.b & UPPER));
-    else put(p, (shifted_down(x.a, BIT) & 0xFFFF) | moved(x.b, 16 - BIT) & UPPER);
     return;
   }
 #if defined(__clang__) || LANES != 8
 #if !defined(__clang__) && LANES == 16
   if constexpr (BYTES == 2) return put(p, joined_tops(moved(x.a, 16 - BIT), moved(x.b, 16 - BIT)));
 #endif
-  if constexpr (PAIRED) {
-    narrowed<2>(p, (shifted_down(x.a, BIT) & 0xFF) | (moved(x.b, 8 - BIT) & 0xFF00));
-  } else {
-    narrowed<BYTES>(p, shifted_down(x.a, BIT));
-    narrowed<BYTES>(p + BYTES * LANES, shifted_down(x.b, BIT));
-  }
+  narrowed<BYTES>(p, shifted_down(x.a, BIT));
+  narrowed<BYTES>(p + BYTES * LANES, shifted_down(x.b, BIT));
 #else
   if constexpr (BYTES == 2) {
     const Ints a = BIT == 16 ? shifted_down(x.a, 16) : shifted_down(x.a, BIT) & 0xFFFF;
@@ -273,11 +228,8 @@ template <int BYTES, bool PAIRED, int BIT = 32 - 8 * BYTES> INLINE void store(ch
     put(p, __builtin_ia32_permdi256((Longs4)__builtin_ia32_packusdw256(a, b), 0xD8));
     return;
   }
-  constexpr int step = 1 + PAIRED, next = PAIRED ? 1 : 4;
-  const Ints a = shuffled((Longs4)x.a, from_lanes(BIT, 0, step));
-  const Ints both = a | shuffled((Longs4)x.b, from_lanes(BIT, next, step));
-  const Longs4 joined = PAIRED ? __builtin_ia32_permdi256((Longs4)both, 0x08)
-                               : (Longs4)__builtin_ia32_permvarsi256(both, (Ints){0, 4, 1, 5});
+  const Ints both = shuffled((Longs4)x.a, from_lanes(BIT, 0)) | shuffled((Longs4)x.b, from_lanes(BIT, 4));
+  const Longs4 joined = (Longs4)__builtin_ia32_permvarsi256(both, (Ints){0, 4, 1, 5});
   put(p, __builtin_ia32_extract128i256(joined, 0));
 #endif
 }

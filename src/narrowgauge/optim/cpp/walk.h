@@ -97,12 +97,6 @@ template <class S, class R> struct Walk {
   typedef typename S::V V;
   static constexpr Layout L = Step::L;
   static constexpr int STREAMS = 2 + L.planes + R::GIVEN;  // weight, gradient, planes, and the change
-  static constexpr bool is_paired() {
-    for (int k = 0; k < L.planes; k++)
-      if (L.bytes[k] == 4) return false;
-    return V::BYTES == 2 && !R::GIVEN;
-  }
-  static constexpr bool PAIRED = is_paired();
   struct Lanes { Lane a, b; };
   INLINE int size_of(int stream, bool wide) {
     if (stream == 0) return V::BYTES;
@@ -111,7 +105,7 @@ template <class S, class R> struct Walk {
   }
   template <int BYTES> INLINE Group fetch(const char* stream, int64_t at) {
     prefetch<BYTES>(stream + BYTES * at);
-    return load<BYTES, PAIRED>(stream + BYTES * at);
+    return load<BYTES>(stream + BYTES * at);
   }
   template <int K = 0> INLINE void load_planes(char* const* p, int64_t at, Lanes& x) {
     if constexpr (K < L.planes) {
@@ -140,7 +134,7 @@ template <class S, class R> struct Walk {
   INLINE void store_planes(char* const* p, int64_t at, const Written& x, const Written& y) {
     if constexpr (K < L.planes) {
       char* const place = p[2 + K] + L.bytes[K] * at;
-      store<L.bytes[K], PAIRED, Step::stored_from(K)>(place, {x.plane[K], y.plane[K]});
+      store<L.bytes[K], Step::stored_from(K)>(place, {x.plane[K], y.plane[K]});
       store_planes<K + 1>(p, at, x, y);
     }
   }
@@ -165,7 +159,7 @@ template <class S, class R> struct Walk {
           sum_a = Step::template sum<true>(a, n), sum_b = Step::template sum<true>(b, n);
       }
       const Written x = Step::end(a, sum_a, n, block), y = Step::end(b, sum_b, n, block);
-      store<V::BYTES, PAIRED>(p[0] + V::BYTES * at, {V::word(x.seen), V::word(y.seen)});
+      store<V::BYTES>(p[0] + V::BYTES * at, {V::word(x.seen), V::word(y.seen)});
       store_planes(p, at, x, y);
     };
     begin(0, *scales);
