@@ -219,6 +219,7 @@ def test_a_row_has_two_kilobytes_at_300_tensors(lists: list[str]) -> None:
     row = shortened(row | dict.fromkeys(lists, names))
     assert len(json.dumps(row)) <= 2048
     assert len(row["stored"]) <= 20 and max(row["stored"].values()) == -len(names[299]) / 7
+    assert len(shortened({"zero": [*map(str, range(300))]})["zero"]) == 20
     for name in lists:
         assert row[name] == names[: len(row[name])] and 0 < len(row[name]) <= 20
         assert len(set(getattr(Step.of(row), name))) == 300
