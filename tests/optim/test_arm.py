@@ -40,7 +40,7 @@ def test_an_arm_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -
 
 
 def test_the_norm_has_the_bits_of_the_definition() -> None:
-    assert norm.sums_on([torch.zeros(1)])
+    assert norm.difference(CPU) == ""
 
 
 def test_a_fused_rounding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
