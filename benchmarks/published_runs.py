@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
+from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.next import SAME, MeasuredRun
 from narrowgauge.planner.plan import plan
@@ -208,12 +209,14 @@ def main() -> int:
         groups["all", fact.source].append(fact)
     for (what, group), chosen in sorted(groups.items()):
         print(f"{what}, {group}: {summary(chosen)}")
-        if group in (("all kinds",) if what == "memory" else ("dense", "mixture", "adapters")):
-            wider = 1.0
-            while what == "memory" and len(chosen) > 3 and held_by_others(chosen, wider) < 0.8:
-                wider += 0.05
-            ends = ", ".join(f"{end:.3f}" for end in ends_of(chosen, wider))
-            print(f"ends = [{ends}] runs = {len(chosen)}")
+        is_wide = what == "memory" and group == "all kinds"
+        if options.held_out or not (is_wide or group in ERRORS["speed"]):
+            continue
+        wider = 1.0
+        while is_wide and held_by_others(chosen, wider) < 0.8:
+            wider += 0.05
+        ends = ", ".join(f"{end:.3f}" for end in ends_of(chosen, wider))
+        print(f"ends = [{ends}] runs = {len(chosen)}")
     return 0
 
 

@@ -23,7 +23,6 @@ LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
 _MOST_CONTEXT = 64
 _STAGES = (1, 2, 4, 8, 16)
-_EXPERT = (8, 16, 32, 64)
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 _MOST_TOKENS_AT_ONCE = 1 << 16
 SIMPLER = 0.10
@@ -117,11 +116,10 @@ def _shapes(a: Architecture, cluster: Cluster, length: int, fixed: Fixed) -> Ite
             sizes["zero"] = 0
         sizes |= {"tensor": tensor, "pipeline": pipeline, "context": context}
         experts = math.gcd(a.num_experts, ranks * context) if a.num_experts else 1
-        choices = {experts, *(number for number in _EXPERT if experts % number == 0)}
-        for (expert,) in _product(fixed, expert=choices):
-            shape = Layout(**{**sizes, **fixed, "expert": expert})
-            if shape.num_ranks == chips and suits(a, shape, length):
-                yield shape
+        sizes["expert"] = experts
+        shape = Layout(**{**sizes, **fixed})
+        if shape.num_ranks == chips and suits(a, shape, length):
+            yield shape
 
 
 def _batches(shape: Layout, length: int, num_sequences: int, fixed: Fixed) -> Iterator[Layout]:
