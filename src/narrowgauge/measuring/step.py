@@ -98,7 +98,7 @@ Law = Generator[None, Step, None]
 """Takes steps, in their order, and gives the readings of each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a law is itself alone, and hashed in every step
 class Rule:
     """Declare what a law reads.
 

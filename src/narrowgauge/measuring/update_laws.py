@@ -13,14 +13,22 @@ from narrowgauge.spec.significance import MIN_EDQ
 
 ALL = "all weights"
 """The tensor of a reading of the audits."""
+LATE = 100
+"""Audits that a late EDQ is read from, at most: a run of a million steps has 100,000."""
 ERRORS = 4.0
 """Standard errors below the bound: of 48 runs of ``stochastic`` and ``word`` at rates of 1e-7 to 1e-3,
 three seeds, none was accused."""
 
 
 def late(audits: Sequence[float]) -> float:
-    """Return the median of the last tenth of the audits: large first steps would dominate a sum."""
-    return median(audits[-max(3, len(audits) // 10) :])
+    """Return the median of the last tenth of the audits, of at most the last :data:`LATE`: large first
+    steps would dominate a sum.
+
+    Example:
+        >>> late([1.0] * 3 + [0.5] * 3), late([0.0] * 100_000 + [1.0] * 60)
+        (0.5, 1.0)
+    """
+    return median(audits[-max(3, min(LATE, len(audits) // 10)) :])
 
 
 def loses_updates(edq: float, error: float = 0.0) -> bool:
