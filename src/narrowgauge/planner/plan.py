@@ -103,7 +103,7 @@ def answers(
         sequence_length: in tokens; None for 4096, or for fewer positions.
         tokens_per_step: of all chips; None for four million.
         optimizer: a rule of ``narrowgauge show rules``.
-        layout: fields with fixed values, ``{"tensor": 2}`` or ``"fsdp2,recompute=none"``.
+        layout: fields with fixed values, ``{"tensor": 2}`` or ``"tensor=2,recompute=none"``.
         program: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``: see
             :class:`~narrowgauge.planner.program.Program`.
         tuned: fields of :class:`~narrowgauge.planner.program.Tuning`.
