@@ -5,6 +5,7 @@ where it was put.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from transformers import (
 )
 
 import narrowgauge as ng
-from narrowgauge.measuring.casts import Gauges
+from narrowgauge.measuring.casts import Gauges, cast_loss
 from narrowgauge.measuring.hooks import Hub
+from narrowgauge.numerics.quantization import quantize
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.computes import COMPUTES
 from tensors import metric_of
 
 LENGTH = 16
@@ -89,3 +92,12 @@ def test_experts_are_read_by_the_names_of_their_weights() -> None:
     for name in (f"{experts}.gate_up_proj", f"{experts}.down_proj"):
         for kind in ("input", "output_grad"):
             assert 25 < (metric_of(rows[0], f"{kind}:{name}", "sqnr_db") or 0) < 55
+
+
+@pytest.mark.parametrize("name", ["float8-row", "int8-row"])
+def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
+    cast = COMPUTES[name].output.left
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    rounded = quantize(x, cast, 1).values()
+    ratio = float(x.double().square().sum() / (x.double() - rounded).square().sum())
+    assert cast_loss(x, cast)[2] == pytest.approx(10 * math.log10(ratio), rel=1e-9)

@@ -1,15 +1,11 @@
-"""A resume is the same run, or says which state is not restored: in one process, and from the
-certificate of a checkpoint.
-"""
+"""A resume is the same run, or says which state is not restored."""
 
 from __future__ import annotations
 
 import copy
 import random
-import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +14,6 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.measuring.hooks import RunNotice
 
 
 class Loop:
@@ -217,66 +212,3 @@ def test_the_position_of_numpys_generator_is_compared() -> None:
     np.random.seed(0)
     result = ng.check_resume(step, np.random.get_state, drawn_twice)
     assert "generators" in [r.tensor for r in result]
-
-
-# ── the certificate of a checkpoint ───────────────────────────────────────────────────────────────
-
-
-def no_fault(loop: Loop, file: Path) -> None: ...
-
-
-@torch.no_grad()
-def everything(loop: Loop, file: Path) -> None:
-    for parameter, state in loop.optimizer.state.items():
-        parameter.copy_(parameter.bfloat16())
-        state["exp_avg"].zero_()
-        state["step"] = state["step"].bfloat16()
-    loop.optimizer.param_groups[0]["lr"] = 0.02
-    loop.position = 0
-
-
-def lose(loop: Loop, file: Path) -> None:
-    file.with_name("last.pt.certificate.json").unlink()
-
-
-CASES: dict[str, tuple[Callable[[Loop, Path], None], list[str]]] = {
-    "all restored": (no_fault, []),
-    "lost": (lose, ["nothing was compared"]),
-    "everything": (
-        everything,
-        ["position: 3 was saved, 0 is there", "optimizer.step: 4 states, state.0: float32 of norm 3 #",
-         "optimizer.exp_avg: 4 states, state.0: ", "optimizer.lr: 1 state, param_groups.0: 0.00729",
-         "weights: 4 states, 0.weight: float32 of norm "],
-    ),
-}  # fmt: skip
-"""What strikes a loop after its load, and what the recorder says."""
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_recorder_says_at_the_resume_what_was_not_restored(case: str, tmp_path: Path) -> None:
-    fault, expected = CASES[case]
-    file = tmp_path / "last.pt"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop = Loop()
-        recorder = ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer)
-        for _ in range(3):
-            recorder.step(loop.loss())
-        torch.save(loop.save(), file)
-        others = ("schedule", "scaler", "position")
-        recorder.saved(file, **{name: getattr(loop, name) for name in others})
-        recorder.close(finished=False)
-        fresh = Loop(torch.load(file))
-        fault(fresh, file)
-        recorder = ng.RunRecorder(tmp_path / "run", fresh.model, fresh.optimizer, resume=True)
-        recorder.go_back(3, **{name: getattr(fresh, name) for name in others})
-        recorder.step(fresh.loss())
-        recorder.close()
-    run = ng.read_run(tmp_path / "run")
-    logged = [event["text"] for event in run.events if event["what"] == "not-restored"]
-    notices = [str(warning.message) for warning in caught if warning.category is RunNotice]
-    assert len(logged) == sum(notice.startswith("not-restored: ") for notice in notices)
-    assert len(logged) == sum(r.what == "not-restored" for r in ng.diagnose(run))
-    assert len(logged) == len(expected), logged
-    for sentence, beginning in zip(logged, expected, strict=True):
-        assert sentence.startswith(beginning), logged

@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -201,10 +202,10 @@ def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> Non
 ONES = torch.ones(4)
 MATRIX = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 STATES: dict[str, tuple[Tensor | None, dict[str, tuple[str, float]], str]] = {
-    "equal": (MATRIX, {}, "vectors that are exactly 1: 1, norm"),
+    "equal": (MATRIX, {}, "weights: 0.00% of 20 values differ; 2 of 2 tensors are equal"),
     "a factor": (3 * MATRIX, {"other-weights": ("proj", 1)}, "proj         16      16       2       3"),
     "narrower": (MATRIX.bfloat16(), {}, "1 tensor: float32 → bfloat16"),
-    "a NaN": (MATRIX / MATRIX.triu(), {"other-weights": ("proj", 1), "nonfinite": ("proj", 1)}, "exactly 1"),
+    "a NaN": (MATRIX / MATRIX.triu(), {"other-weights": ("proj", 1), "nonfinite": ("proj", 6)}, "1 of 2 tensors are equal"),
     "missing": (None, {"other-weights": ("proj", 1)}, "only in the first, or in another shape: proj"),
     "another shape": (MATRIX.view(2, 8), {"other-weights": ("proj", 1)}, "only in the second, or in another shape: proj"),
 }  # fmt: skip
@@ -247,6 +248,59 @@ def test_ties_of_two_modules_are_compared() -> None:
     assert not len(result) and ties == ["tied in the first alone"], result
 
 
+WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+LARGEST = WEIGHT.abs()
+F8 = torch.float8_e4m3fn
+SCALES: dict[str, tuple[torch.dtype, str, Tensor]] = {
+    "one": (F8, "w_scale", LARGEST.amax().view(1) / 448),
+    "rows": (torch.int8, "w_scale", LARGEST.amax(1) / 127),
+    "blocks": (F8, "w_scale_inv", LARGEST.view(2, 32, 2, 32).amax((1, 3)) / 448),
+    "exponents": (F8, "w_scale", (LARGEST.view(64, 2, 32).amax(2) / 448).log2().ceil().exp2()),
+}  # fmt: skip
+"""Codes, and their scales as files hold them, by the form of these."""
+
+
+def coded(form: str, factor: float = 1.0) -> dict[str, Tensor]:
+    """Return codes of the weight, and the scales beside them, times a factor."""
+    dtype, name, scale = SCALES[form]
+    whole = scale.view(-1, 1) if form == "rows" else scale.view(-1, scale.shape[-1])
+    for dim in (0, 1):
+        whole = whole.repeat_interleave(64 // whole.shape[dim], dim)
+    values = WEIGHT / whole
+    codes = values.round().to(dtype) if dtype is torch.int8 else values.to(dtype)
+    stored = factor * scale
+    if form == "exponents":
+        stored = (stored.log2() + 127).to(torch.uint8)
+    return {"w": codes, name: stored}
+
+
+@pytest.mark.parametrize("form", SCALES)
+def test_codes_are_compared_at_their_scales(form: str) -> None:
+    plain = {"w": WEIGHT}
+    for pair in ((plain, coded(form)), (coded(form), plain), (coded(form), coded(form))):
+        assert not len(ng.same(*pair)), ng.same(*pair)
+    wrong = coded(form, 2.0)
+    for pair, factor in (((plain, wrong), 2.0), ((wrong, plain), 0.5), ((coded(form), wrong), 2.0)):
+        result = ng.same(*pair)
+        assert [r.what for r in result] == ["other-weights"], result
+        assert result.rows[0]["factor"] == pytest.approx(factor, rel=0.02)
+
+
+@pytest.mark.parametrize("levels", [7.0, 0.875])
+def test_a_server_in_four_bits_is_of_rounding_and_one_that_is_cut_off_is_not(levels: float) -> None:
+    trainer = model_of()
+    server = copy.deepcopy(trainer)
+    weight = server.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        blocks = weight.view(-1, 32)
+        scale = blocks.abs().amax(1, keepdim=True) / 7
+        weight.copy_(((blocks / scale).round().clamp(-levels, levels) * scale).view_as(weight))
+    for pair in ((trainer, server), (server, trainer)):
+        result = ng.same(*pair, TOKENS)
+        assert result.ok == (levels == 7.0), result
+        assert any("codes of weights move" in line for line in result.lines)
+
+
 class Halved(nn.Module):
     """An RMS norm whose squares are summed in bfloat16, or as they should be."""
 
@@ -265,6 +319,18 @@ def test_a_fault_sets_no_bound_whichever_side_it_is_on() -> None:
     server[1].is_right = False
     for pair in ((trainer, server), (server, trainer)):
         assert ng.same(*pair, TOKENS)[0].tensor == "1"
+
+
+def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> None:
+    model = model_of()
+    other = edited(model, f"{LAYER}.self_attn.q_proj.weight", "data", 1.5)
+    save_distributed({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for weights in (model.state_dict(), tmp_path / "dcp"):
+        assert ng.same(model, weights, TOKENS).lines[-1] == "The bits are equal."
+        assert ng.same(weights, other, TOKENS)[-1].what == "other-outputs"
+        assert not len(ng.same(weights, model))
+    with pytest.raises(ng.errors.DataError, match="no forward pass"):
+        ng.same(model.state_dict(), model.state_dict(), TOKENS)
 
 
 class Lora(nn.Module):

@@ -4,19 +4,15 @@ float64 written out.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from narrowgauge.numerics import chunks, metrics
+from narrowgauge.numerics import chunks
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.numerics.metrics import (
     UPDATE_SUMS,
     update_metrics,
 )
-from narrowgauge.numerics.quantization import quantize
-from narrowgauge.spec.computes import COMPUTES
 from oracles.exact_sums import update_sums as oracle_sums
 from tensors import gaussian, update_sums
 
@@ -64,16 +60,3 @@ def test_a_lost_decay_needs_enough_spacings() -> None:
 def test_amax_is_the_largest_magnitude(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.5, -4.0], [0.25, 2.0]], dtype=dtype)
     assert largest_magnitude(x).item() == 4.0 and largest_magnitude(x[:0]).item() == 0.0
-
-
-@pytest.mark.parametrize("name", ["float8-row", "int8-row"])
-def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
-    cast = COMPUTES[name].output.left
-    x = gaussian(8, 64, seed=1)
-    quantized = quantize(x, cast, 1).values().double()
-    expected = 10 * math.log10(
-        float(x.double().square().sum() / (x.double() - quantized).square().sum())
-    )
-    assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(
-        expected, rel=1e-9
-    )

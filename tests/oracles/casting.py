@@ -1,23 +1,18 @@
-"""Casts by definition: each group of values by itself, each operation exact and then rounded once.
+"""Casts by definition: each group of values by itself, each operation rounded to float32 once.
 
-Slow and plain on purpose. A scale is worked out in fractions, and after each operation that the
-definition rounds to float32 the fraction is rounded to float32 by looking for the nearest multiple
-of a spacing. A value times a scale's inverse is exact in float64 and is then rounded to float32
-once. Elements are rounded to the nearest by ml_dtypes and NumPy, and stochastically by looking for
-the two neighbours in the list of all values. Powers of two come from exponents; no bits are
-handled.
+Slow and plain on purpose. A scale is worked out in NumPy's float32, one operation after another. Elements
+are rounded to the nearest by ml_dtypes and NumPy, and stochastically by looking for the two neighbours in
+the list of all values. Powers of two come from exponents; no bits are handled.
 
-Always ``along=1``: the matrix is ``[rows, contraction]``; the other dimension is this one
-transposed.
+The matrix is ``[rows, contraction]``; the other dimension is this one transposed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fractions import Fraction
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,11 +28,9 @@ LARGEST = {
     "float4_e2m1fn": (6, 2),
     "int8": (127, 6),
 }
-BLOCKS = {
-    "1x16": (1, 16), "16x1": (16, 1), "16x16": (16, 16), "1x32": (1, 32), "32x1": (32, 1), "1x128": (1, 128),
-    "128x1": (128, 1), "128x128": (128, 128),
-}  # fmt: skip
-SMALLEST_MAGNITUDE = Fraction(1, 2**100)
+SMALLEST_MAGNITUDE = np.float32(2.0**-100)
+ONE = np.float32(1)
+NAN = np.float32(math.nan)
 SIGNS = [1 if 0x9E37 // 2**place % 2 else -1 for place in range(16)]
 
 
@@ -51,21 +44,6 @@ class Result(NamedTuple):
     outer: Floats
 
 
-def single(value: Fraction) -> Fraction | float:
-    """The nearest float32, ties to even; infinity past its end."""
-    if value == 0:
-        return Fraction(0)
-    spacing = Fraction(2) ** (max(exponent_of(value), -126) - 23)
-    nearest = round(value / spacing) * spacing
-    return nearest if nearest < Fraction(2) ** 128 else math.inf
-
-
-def exponent_of(value: Fraction) -> int:
-    """Of the power of two at or below a positive value."""
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    return exponent if Fraction(2) ** exponent <= value else exponent - 1
-
-
 def quantize(
     x: Floats,
     *,
@@ -76,7 +54,7 @@ def quantize(
     scale_rounding: str = "up",
     scaling: str = "current",
     rotation: str = "none",
-    uniform: Floats | None = None,
+    uniform: Any = None,
     amax: float | None = None,
     **_: object,
 ) -> Result:
@@ -87,46 +65,43 @@ def quantize(
         uniform: for stochastic rounding, a number in [0, 1) for each place.
         amax: the largest magnitude to make a tensor's scale from, in place of its own.
     """
-    values = rotated(x) if rotation == "hadamard" else x
-    codes = np.empty_like(values)
-    inner = np.ones_like(values)
-    outer = np.ones_like(values)
-    tensor_scale = None
-    if scale == "float8_e4m3fn":
-        magnitude = largest(values) if amax is None else amax
-        tensor_scale = whole_scale(magnitude, Fraction(LARGEST[format][0]) * 448)
-        outer[:] = tensor_scale
-    for group in groups(*values.shape, granularity):
-        part = values[group]
-        inverse: Fraction | float = Fraction(1)
-        if granularity != "none" and scaling != "static":
-            magnitude = largest(part) if amax is None or granularity != "tensor" else amax
-            up = scale_rounding == "up"
-            if scale == "float8_e4m3fn":
-                is_up = rounding == "stochastic"
-                inner[group] = e4m3_scale(magnitude, tensor_scale, format, up=is_up)
-                inverse = reciprocal(rational(inner[group].flat[0]) * rational(tensor_scale))
-            elif granularity in BLOCKS:
-                inner[group] = one_level(magnitude, format, scale, up=up)
-                inverse = reciprocal(rational(inner[group].flat[0]))
+    with np.errstate(all="ignore"):
+        values = rotated(x) if rotation == "hadamard" else x
+        result = Result(np.empty_like(values), np.ones_like(values), np.ones_like(values))
+        has_two_levels = scale == "float8_e4m3fn"
+        if has_two_levels:
+            magnitude = np.abs(values).max() if amax is None else np.float32(amax)
+            result.outer[:] = whole_scale(magnitude, LARGEST[format][0] * 448)
+        for group in groups(*values.shape, granularity):
+            part = values[group]
+            magnitude = np.abs(part).max()
+            if amax is not None and granularity == "tensor":
+                magnitude = np.float32(amax)
+            if has_two_levels:
+                outer = result.outer[0, 0]
+                inner = e4m3_scale(magnitude, outer, format, up=rounding == "stochastic")
+                result.inner[group] = inner
+                part = part * (ONE / (inner * outer))
+            elif scaling == "static":  # a scale from the group's own amax would make it NaN
+                part = np.where(np.isfinite(part), part, NAN)
+            elif granularity != "none":
+                whole = one_level(magnitude, format, scale, up=scale_rounding == "up")
+                scales = result.inner if "x" in granularity else result.outer
+                scales[group] = whole
+                part = part * (ONE / whole)
+            if rounding == "nearest":
+                result.codes[group] = nearest(part, format)
             else:
-                outer[group] = one_level(magnitude, format, scale, up=up)
-                inverse = reciprocal(rational(outer[group].flat[0]))
-        scaled = product(part, np.float32(float(inverse)))
-        if scaling == "static":  # a scale from the group's own amax would make it NaN
-            scaled = np.where(np.isfinite(scaled), scaled, np.nan).astype(scaled.dtype)
-        if rounding == "nearest":
-            codes[group] = nearest(scaled, format)
-        else:
-            codes[group] = stochastic(scaled, format, uniform[group])
-    return Result(codes, inner, outer)
+                result.codes[group] = stochastic(part, format, uniform[group])
+        return result
 
 
 def groups(rows: int, columns: int, granularity: str) -> Iterator[tuple[slice, slice]]:
     """The places of each group of values that share a scale."""
-    high, wide = {
-        "none": (rows, columns), "tensor": (rows, columns), "row": (1, columns), "column": (rows, 1), **BLOCKS,
-    }[granularity]  # fmt: skip
+    sides = {"row": (1, columns), "column": (rows, 1)}
+    high, wide = sides.get(granularity, (rows, columns))
+    if "x" in granularity:
+        high, wide = map(int, granularity.split("x"))
     for row in range(0, rows, high):
         for column in range(0, columns, wide):
             yield slice(row, row + high), slice(column, column + wide)
@@ -135,126 +110,88 @@ def groups(rows: int, columns: int, granularity: str) -> Iterator[tuple[slice, s
 # ── scales ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def largest(part: Floats) -> float:
-    """The largest magnitude of a group; NaN or infinite where one of its values is."""
-    return float(np.abs(part).max())
+def whole_scale(magnitude: np.float32, end: int) -> np.float32:
+    """float32(magnitude × float32(1/end)), of at least 2^-100; NaN of infinity and NaN."""
+    if not np.isfinite(magnitude):
+        return NAN
+    return max(magnitude, SMALLEST_MAGNITUDE) * (ONE / np.float32(end))
 
 
-def rational(value: float) -> Fraction | float:
-    """The fraction that a finite float is."""
-    return Fraction(float(value)) if math.isfinite(value) else math.nan
+def one_level(magnitude: np.float32, format: str, scale: str, *, up: bool) -> np.float32:
+    """The scale of a group without a second level.
 
-
-def reciprocal(scale: Fraction | float) -> Fraction | float:
-    """1 / scale, rounded to float32; the scale itself rounded to float32 first."""
-    if not isinstance(scale, Fraction):
-        return math.nan
-    rounded = single(scale)
-    return single(1 / rounded)
-
-
-def whole_scale(magnitude: float, end: Fraction) -> float:
-    """float32(magnitude × float32(1/end)), of at least 2^-100."""
-    if not math.isfinite(magnitude):
-        return math.nan
-    factor = single(1 / end)
-    return float(single(max(Fraction(magnitude), SMALLEST_MAGNITUDE) * factor))
-
-
-def power_of_two(magnitude: float, format: str, *, up: bool) -> float:
-    """OCP: 2^(exponent of the magnitude - exponent of the largest value); or the smallest at which
-    nothing saturates.
+    As a power of two, OCP: 2^(exponent of the magnitude - exponent of the largest value); or the
+    smallest at which nothing saturates.
     """
-    if not math.isfinite(magnitude):
-        return math.nan
-    at_least = max(Fraction(magnitude), SMALLEST_MAGNITUDE)
     end, exponent = LARGEST[format]
-    scale = Fraction(2) ** (exponent_of(at_least) - exponent)
-    return float(scale * 2 if up and at_least > end * scale else scale)
+    if scale == "float32" or not np.isfinite(magnitude):
+        return whole_scale(magnitude, end)
+    at_least = float(max(magnitude, SMALLEST_MAGNITUDE))
+    power = 2.0 ** (math.frexp(at_least)[1] - 1 - exponent)
+    return np.float32(power * 2 if up and at_least > end * power else power)
 
 
-def one_level(magnitude: float, format: str, scale: str, *, up: bool) -> float:
-    """The scale of a group without a second level."""
-    if scale == "float32":
-        return whole_scale(magnitude, Fraction(LARGEST[format][0]))
-    return power_of_two(magnitude, format, up=up)
-
-
-def e4m3_scale(magnitude: float, tensor_scale: float, format: str, *, up: bool) -> float:
+def e4m3_scale(
+    magnitude: np.float32, tensor_scale: np.float32, format: str, *, up: bool
+) -> np.float32:
     """magnitude / format's largest / tensor_scale, as an e4m3 number above zero: the nearest, or the
     least not below it.
     """
-    inverse = reciprocal(rational(tensor_scale))
-    if not isinstance(inverse, Fraction):
-        return math.nan
-    factor = single(1 / Fraction(LARGEST[format][0]))
-    ratio = single(single(Fraction(magnitude) * factor) * inverse)
-    numbers = [value for value in values_of("float8_e4m3fn") if value > 0]
+    ratio = magnitude * (ONE / np.float32(LARGEST[format][0])) * (ONE / tensor_scale)
+    if np.isnan(ratio):
+        return NAN
+    numbers = values_of("float8_e4m3fn")
+    numbers = numbers[numbers > 0]
     if up:
-        return next((value for value in numbers if value >= ratio), numbers[-1])
-    return max(float(nearest(np.array([float(ratio)], np.float32), "float8_e4m3fn")[0]), numbers[0])
+        return np.float32(next((value for value in numbers if value >= ratio), numbers[-1]))
+    return np.float32(max(nearest(np.array([ratio]), "float8_e4m3fn")[0], numbers[0]))
 
 
 # ── elements ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def product(x: Floats, y: Floats | np.float32) -> Floats:
-    """Of float32 values, exact in float64 and then rounded once."""
-    with np.errstate(all="ignore"):
-        return (x.astype(np.float64) * np.float64(y)).astype(np.float32)
-
-
 def nearest(v: Floats, format: str) -> Floats:
     """Ties to even; narrow formats end at their largest value, of both signs."""
-    with np.errstate(all="ignore"):
-        if format in ("float32", "float64"):
-            return v
-        if format == "tfloat32":
-            wide = v.astype(np.float64)
-            spacing = np.ldexp(1.0, np.maximum(np.frexp(wide)[1] - 1, -126) - 10)
-            return np.where(np.isfinite(v), np.rint(wide / spacing) * spacing, wide).astype(
-                np.float32
-            )
-        if format in ("bfloat16", "float16"):
-            return v.astype(ml_dtypes.bfloat16 if format == "bfloat16" else np.float16).astype(
-                np.float32
-            )
+    if format in ("float32", "float64"):
+        return v
+    if format == "tfloat32":
+        wide = v.astype(np.float64)
+        spacing = np.ldexp(1.0, np.maximum(np.frexp(wide)[1] - 1, -126) - 10)
+        return np.where(np.isfinite(v), np.rint(wide / spacing) * spacing, wide).astype(np.float32)
+    rounded = v
+    if format in LARGEST:
         end = float(LARGEST[format][0])
-        clipped = np.clip(v, -end, end)
-        rounded = (
-            np.rint(clipped) if format == "int8" else clipped.astype(getattr(ml_dtypes, format))
-        )
-        return np.where(np.isnan(v), np.float32(np.nan), rounded.astype(np.float32))
+        rounded = np.clip(v, -end, end)
+    if format == "int8":
+        rounded = np.rint(rounded)
+    else:
+        rounded = rounded.astype(getattr(ml_dtypes, format, np.float16)).astype(np.float32)
+    return np.where(np.isnan(v), NAN, rounded)
 
 
 @cache
-def values_of(format: str) -> tuple[float, ...]:
+def values_of(format: str) -> NDArray[np.float64]:
     """Every finite value, ascending; of integers those of -127 … 127."""
     if format == "int8":
-        end = int(LARGEST[format][0])
-        return tuple(map(float, range(-end, end + 1)))
+        return np.arange(-127.0, 128.0)
     dtype = getattr(ml_dtypes, format)
-    codes = (
-        np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype).astype(np.float64)
-    )
-    return tuple(sorted({float(value) for value in codes if math.isfinite(value)}))
+    codes = np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype)
+    values = codes.astype(np.float64)
+    return np.unique(values[np.isfinite(values)])
 
 
 def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
     """Counted in spacings from zero, rounded to float32 once ``uniform`` is added, and the part
     behind the point cut off.
     """
-    numbers = np.array(values_of(format))
+    numbers = values_of(format)
     clipped = np.clip(v.astype(np.float64), numbers[0], numbers[-1])
     place = np.clip(np.searchsorted(numbers, clipped, side="right") - 1, 0, len(numbers) - 2)
     spacing = numbers[place + 1] - numbers[place]
-    with np.errstate(all="ignore"):
-        # The sum of two float32 numbers, rounded to float64 and then to float32, is rounded as if
-        # once: 53 >= 2 × 24 + 2.
-        steps = np.floor(
-            (v.astype(np.float64) / spacing + uniform.astype(np.float64)).astype(np.float32)
-        )
-        rounded = np.clip(steps * spacing, numbers[0], numbers[-1])
+    # The sum of two float32 numbers, rounded to float64 and then to float32, is rounded as if
+    # once: 53 >= 2 × 24 + 2.
+    total = v.astype(np.float64) / spacing + uniform.astype(np.float64)
+    rounded = np.clip(np.floor(total.astype(np.float32)) * spacing, numbers[0], numbers[-1])
     return np.where(np.isnan(v), np.nan, rounded).astype(np.float32)
 
 
@@ -265,11 +202,10 @@ def rotated(x: Floats) -> Floats:
     """Each 16 columns times their signs, then Sylvester's Hadamard matrix by halves, then a quarter
     of it.
     """
-    with np.errstate(all="ignore"):
-        parts = []
-        for k in range(0, x.shape[1], 16):
-            parts.append(sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32)))
-        return np.concatenate(parts, axis=1) * np.float32(0.25)
+    parts = []
+    for k in range(0, x.shape[1], 16):
+        parts.append(sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32)))
+    return np.concatenate(parts, axis=1) * np.float32(0.25)
 
 
 def sylvester(x: Floats) -> Floats:

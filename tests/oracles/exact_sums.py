@@ -10,7 +10,20 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from oracles.casting import single
+
+def single(value: Fraction) -> Fraction | float:
+    """The nearest float32, ties to even; infinity past its end."""
+    if value == 0:
+        return Fraction(0)
+    spacing = Fraction(2) ** (max(exponent_of(value), -126) - 23)
+    nearest = round(value / spacing) * spacing
+    return nearest if nearest < Fraction(2) ** 128 else math.inf
+
+
+def exponent_of(value: Fraction) -> int:
+    """Of the power of two at or below a positive value."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= value else exponent - 1
 
 
 def exact_sum(values: Iterable[float]) -> Fraction:

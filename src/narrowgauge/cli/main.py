@@ -304,11 +304,11 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
 @click.argument("second", metavar="B", type=_path)
 @flags.json_object
 def same(first: Path, second: Path, as_json: bool) -> None:
-    """Print which weights of B differ from those of A, the farthest first, and which are exactly 1
-    or not finite.
+    """Print which weights of B differ from those of A, the farthest first, and which are not
+    finite.
 
-    Each is a .safetensors file, or a folder of them, such as a Hugging Face model, an adapter or an
-    export. No model runs.
+    Each is a .safetensors file, a folder of them, such as a Hugging Face model, an adapter or an
+    export, or a checkpoint of torch.distributed. No model runs.
     """
     from narrowgauge.measuring.same import same as compare
 

@@ -168,6 +168,15 @@ def _user_line() -> tuple[str, bool]:
     return UNKNOWN, False
 
 
+def is_in_autograd_function() -> bool:
+    """Return whether a pass of an autograd function of the user runs."""
+    frame: Any = sys._getframe()
+    file = torch.autograd.function.__file__
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None
+
+
 # ── tensors and their memory ──────────────────────────────────────────────────────────────────────
 
 

@@ -13,23 +13,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.measuring.hooks import Hub, Listener, is_eager
-from narrowgauge.numerics import metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
+from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import Cast
-from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.formats import Format, dtype_name
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import plain_name
 
 SAMPLE = 1 << 13
 """Values copied from each tensor: whole rows, evenly spaced."""
-_SLOTS = {"input": "output.left", "output_grad": "grad_input.left"}
-"""The slot whose cast is measured, for each kind of tensor."""
 
 
 class Gauges(Listener):
@@ -62,14 +60,15 @@ class Gauges(Listener):
         self.optimizer = optimizer
         self.every = every
         self.step = 0
+        self.layers = NarrowLayers(hub.model).layers
         self._hub = hub
         self._on_row = on_row
         self._row: Row = {}
         self._undo = ExitStack()
-        self.layers: dict[str, Any] = {}
-        for name, layer in NarrowLayers(hub.model).layers.items():
-            self.layers[plain_name(name)] = layer
-            self._hook(layer, partial(self._see_layer, plain_name(name)))
+        for name, layer in self.layers.items():
+            hook = OwnHook(partial(self._see, plain_name(name)))
+            if every:
+                self._undo.callback(layer.register_forward_hook(hook).remove)
         hub.listeners.append(self)
 
     def end(self) -> None:
@@ -77,29 +76,29 @@ class Gauges(Listener):
         self.every = 0
         self._undo.close()
 
-    def _hook(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            is_trained = torch.is_grad_enabled() and module.training
-            if is_eager() and is_trained and self._is_sampled(self.step + 1):
-                self._hub.guard(self, see, args, output)
-
-        if self.every:
-            self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
-
-    def _see_layer(self, name: str, args: Any, output: Any) -> None:
-        if args:
-            self._record("input", name, args[0])
+    def _see(self, name: str, layer: Any, args: Any, output: Any) -> None:
+        is_trained = torch.is_grad_enabled() and layer.training
+        if not (is_eager() and is_trained and self._is_sampled(self.step + 1)):
+            return
+        record = partial(self._hub.guard, self, self._record, layer)
+        casts = layer.compute.casts
+        for x in args[:1]:
+            record(f"input:{name}", casts["output.left"], x)
         # A hook does not change the tensor, so it may still be modified in place.
         if isinstance(output, Tensor) and output.requires_grad:
-            see = partial(self._hub.guard, self, self._record, "output_grad", name)
-            output.register_hook(see)
+            cast = casts["grad_input.left"]
+            output.register_hook(partial(record, f"output_grad:{name}", cast))
 
     @torch.no_grad()
-    def _record(self, kind: str, name: str, x: Tensor) -> None:
+    def _record(self, layer: Any, name: str, cast: Cast | None, x: Tensor) -> None:
         """Record a tensor. A later call for the same one replaces the earlier value."""
-        cast = cast_of(kind, self.layers[name])
-        if cast is not None and x.numel():
-            self._row.setdefault("tensors", {})[f"{kind}:{name}"] = _losses(x.detach(), cast)
+        if cast is None or not x.numel():
+            return
+        is_kept = cast.is_wide and cast.format == dtype_name(layer.weight.dtype)
+        # A sample does not show what experts lose that scale their tokens alone.
+        is_alone = isinstance(layer, GroupedLinear) and _has_one_scale(cast)
+        if not is_kept and not is_alone:
+            self._row.setdefault("tensors", {})[name] = _losses(x.detach(), cast)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the row of a sampled step."""
@@ -117,19 +116,6 @@ class Gauges(Listener):
 # ── the numbers ───────────────────────────────────────────────────────────────────────────────────
 
 
-def cast_of(kind: str, layer: Any) -> Cast | None:
-    """Return the cast before a tensor's matmul, if its sample shows what the cast loses.
-
-    Not shown are experts that scale their tokens alone.
-    """
-    cast: Cast | None = layer.compute.casts[_SLOTS[kind]]
-    if cast is None or (cast.is_wide and cast.format == dtype_name(layer.weight.dtype)):
-        return None
-    if isinstance(layer, GroupedLinear) and _has_one_scale(cast):
-        return None
-    return cast
-
-
 def _has_one_scale(cast: Cast) -> bool:
     return cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
 
@@ -145,6 +131,45 @@ def _losses(x: Tensor, cast: Cast) -> list[float]:
     scale = None
     if _has_one_scale(cast):
         scale = largest_magnitude(x).view(1, 1)
-    loss = metrics.cast_loss(metrics.cast_sums(sample, cast, amax=scale).sum(0))
     outlier = float(sample.abs().amax() / sample.square().mean().sqrt())
-    return [loss.underflow, loss.overflow, loss.sqnr_db, outlier]
+    return [*cast_loss(sample, cast, scale), outlier]
+
+
+def cast_loss(x: Tensor, cast: Cast, amax: Tensor | None = None) -> list[float]:
+    """Return what casting a matrix ``[rows, contraction]`` loses: the fraction of nonzero values that
+    become zero, of values beyond the format's end, and the signal to quantization noise ratio in
+    decibels, +inf if nothing is lost.
+
+    Args:
+        amax: ``[1, 1]``, replaces the matrix's own largest magnitude for the scale of a tensor.
+    Example:
+        >>> cast_loss(torch.tensor([[1.0, 1e-6]]), Cast("float8_e4m3fn", "row"))[:2]
+        [0.5, 0.0]
+    """
+    values = padded(x, cast, 1).float()
+    words = None
+    if cast.rounding != "nearest":
+        key = torch.zeros((), dtype=torch.int32, device=x.device)
+        words = random_words(len(values), values.shape[1], key)
+    quantized = quantize(values, cast, words=words, amax=amax)
+    if cast.rotation != "none":
+        values = rotate(values, 1)
+    scaled = values
+    if quantized.inner is not None:
+        scaled = scaled / spread(quantized.inner, values.shape)
+    if quantized.outer is not None:
+        scaled = scaled / quantized.outer
+    rounded = quantized.values().double()
+    nonzero = values != 0
+    zeroed = int((nonzero & (rounded == 0)).sum()) / max(int(nonzero.sum()), 1)
+    beyond = int((scaled.abs() > _end(cast.element)).sum()) / x.numel()
+    error = (values.double() - rounded).square().sum()
+    ratio = torch.where(error == 0, torch.inf, values.double().square().sum() / error)
+    return [zeroed, beyond, float(10 * ratio.log10())]
+
+
+def _end(row: Format) -> float:
+    """Return the largest magnitude that rounds to the format's largest: half an ulp beyond it."""
+    if row.kind == "int":
+        return row.max + 0.5
+    return row.max + 2.0 ** (row.max_exponent - row.mantissa_bits - 1)

@@ -13,6 +13,8 @@ With several ranks each process makes the plain pass over the batches of all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -138,18 +140,25 @@ def _compare(
         return {}
     add_nonfinite(first, finite, result)
     ranks = all_ranks()
-    number = PLACES if ranks.size == 1 else 0  # ranks would take turns of their own
-    add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, result)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
-    compare_ranks(passes, first, result)
-    try:
+
+    def roundings() -> None:
+        number = PLACES if ranks.size == 1 else 0  # ranks would take turns of their own
+        add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, result)
+
+    def structure() -> None:
+        compare_ranks(passes, first, result)
         _add_loss(compare_structure(passes, all_parts, first, result), result)
-    except Exception as error:  # whatever the loss raises of an unwrapped model
-        result.unseen["the structure of the gradient"] = words_of(error)
-    try:
-        compare_slope(passes, all_parts, result)
-    except Exception as error:
-        result.unseen["the slope of the loss"] = words_of(error)
+
+    areas: dict[str, Callable[[], None]] = {
+        "the roundings of the gradient": roundings, "the structure of the gradient": structure,
+        "the slope of the loss": partial(compare_slope, passes, all_parts, result),
+    }  # fmt: skip
+    for area, compare in areas.items():
+        try:
+            compare()
+        except Exception as error:  # whatever the loss raises of an unwrapped model; ours in tests
+            result.unseen[area] = words_of(error)
     return first.gradients
 
 

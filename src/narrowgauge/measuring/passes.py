@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
+from narrowgauge.measuring.beside import (
+    Beside,
+    is_float,
+    is_in_autograd_function,
+    storage_key,
+    tensors_in,
+)
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import named_gradients
@@ -95,7 +100,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch_names.autograd_node() is not None or _is_in_autograd_function():
+        if torch_names.autograd_node() is not None or is_in_autograd_function():
             return result
         if func in (Tensor.detach, torch.detach):
             result = result.clone()
@@ -106,15 +111,6 @@ class Constants(TorchFunctionMode):
             if is_float(x) and storage_key(x) not in operands:
                 self.wide.forget(x)
         return result
-
-
-def _is_in_autograd_function() -> bool:
-    """Return whether the forward pass of an autograd function runs: it is followed by its backward."""
-    frame: Any = sys._getframe()
-    file = torch.autograd.function.__file__
-    while frame is not None and frame.f_code.co_filename != file:
-        frame = frame.f_back
-    return frame is not None
 
 
 @dataclass

@@ -160,9 +160,6 @@ def _add_casts(wide: Wide, result: Readings) -> None:
         result.lines += [f"  {site}: {words.format(values[site])}" for site in sites]
         if sites:
             result.add("cast-range", sites, values[sites[0]], expected, bound)
-    for site in wide.misread:
-        result.lines.append(f"  {site}: bytes of one 8-bit format are read as another's")
-        result.add("cast-range", site, 1, 0.0, 0.0)
 
 
 def add_nonfinite(first: Pass, finite: Finite, result: Readings) -> None:

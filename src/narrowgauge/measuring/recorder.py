@@ -30,7 +30,6 @@ from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import STORED, Meter
 from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.reading import measured
-from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import bytes_per_param, columns_of, summary_of
@@ -148,7 +147,6 @@ class RunRecorder:
             undo.callback(self.hub.close)
             self.optimizer = optimizers[-1]
             self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
-            self._certificate = Certificate(model, self.optimizer)
             self._prints = Fingerprints(self.hub, fingerprints_every if self.folder else 0)
             self._gauges = Gauges(
                 self.hub, self.optimizer, gauges_every, partial(self._append, "gauges")
@@ -293,22 +291,7 @@ class RunRecorder:
         row = {"step": self.num_steps, "what": what, "severity": "note"}
         self._append("events", {**row, **fields, "text": words})
 
-    def saved(self, path: str | Path, **objects: Any) -> None:
-        """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
-
-        After a resume, :meth:`go_back` warns of each kind of state that differs from them.
-
-        Args:
-            path: the file or folder of the checkpoint.
-            objects: what decides the next step beside model, optimizer and the process's random
-                generators: ``scheduler``, ``scaler``, ``loader``, a ``torch.Generator``, and
-                ``batch``, the next one.
-        Cost: one read of every state, and a second for its norm.
-        """
-        self._certificate.write(path, objects)
-        self.event("checkpoint", "the loop saved a checkpoint", place=str(Path(path).absolute()))
-
-    def go_back(self, step: int, *, tokens: int | None = None, **objects: Any) -> None:
+    def go_back(self, step: int, *, tokens: int | None = None) -> None:
         """Continue after ``step``. Move rows of later steps to ``FILE.cut``, since the loop repeats
         these steps.
 
@@ -318,7 +301,6 @@ class RunRecorder:
         Args:
             step: steps that the loaded checkpoint has done.
             tokens: trained on in these steps; ``None``: as the last row says.
-            objects: the loaded ones, by the names that :meth:`saved` was given.
         Raises:
             RecordError: ``step`` is below 0.
         """
@@ -334,12 +316,6 @@ class RunRecorder:
         self.meter.go_on_after(step)
         self._gauges.step = step
         self._must_go_back = False
-        for event in run.events:
-            if event["what"] == "checkpoint" and event["step"] == step and "place" in event:
-                for kind, text in self._certificate.differences(event["place"], objects).items():
-                    words = f"{kind}: {text}.".removeprefix(": ")
-                    self._tell("not-restored", words, tensor=kind, severity="error")
-                break
         self._begin_at(step)
         if not is_fresh:
             self.event("resume", f"from step {step}")

@@ -2,18 +2,16 @@
 
 Compare the saved state with the state of fresh objects after the load. Then both take the steps
 after the checkpoint. Tensors are compared by fingerprints of their bits, which do not depend on
-sharding. A certificate holds the fingerprints of a checkpoint, for a resume in another process.
+sharding.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -21,12 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
-from narrowgauge.runs.atomic_io import read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 
@@ -45,8 +41,7 @@ def check_resume(
     """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps
     after the checkpoint.
 
-    All ranks make the call. For a resume in another job, or on other ranks, use
-    ``recorder.saved(path)``. The place in an epoch is often lost at the second resume: check the
+    All ranks make the call. The place in an epoch is often lost at the second resume: check the
     ``step`` and ``save`` of a loop that was resumed, too.
 
     Args:
@@ -99,7 +94,7 @@ def check_resume(
     # A state that the next step computes anew, such as a stored loss, changes nothing.
     kinds = [kind for kind in lost if kind in differing_later]
     if differing_later and not kinds:
-        kinds = list(lost or differing_later)
+        kinds = lost or differing_later
     words = "every state has the bits of the run that went on; steps= crosses an epoch"
     return Readings([measured(what, kind) for kind in kinds], lines, words, unseen)
 
@@ -138,26 +133,20 @@ def differing(before: States, now: States) -> list[str]:
     return paths
 
 
-def compare(before: States, now: States, when: str, lines: list[str]) -> dict[str, str]:
-    """Return what was saved and what is there, by the kind of state that differs.
-
-    Add lines: the number of equal states, and the differences.
-    """
+def compare(before: States, now: States, when: str, lines: list[str]) -> list[str]:
+    """Return the kinds of states that differ, with lines of what was saved and what is there."""
     kinds = dict[str, list[str]]()
     paths = differing(before, now)
     for path in paths:
         kinds.setdefault(_kind_of(path)[0], []).append(path)
     lines.append(f"{when}: {len(before) - len(paths)} of {len(before)} states have the same bits")
-    differences = {}
-    for kind, members in kinds.items():
-        path = members[0]
-        text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
+    for kind, (path, *others) in kinds.items():
         name = _kind_of(path)[1]
+        text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
         if name:
-            text = f"{counted(len(members), 'state')}, {name}: {text}"
+            text = f"{counted(1 + len(others), 'state')}, {name}: {text}"
         lines.append(f"{kind}: {text}")
-        differences[kind] = text
-    return differences
+    return list(kinds)
 
 
 def _kind_of(path: str) -> tuple[str, str]:
@@ -241,38 +230,3 @@ def generators() -> States:
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return snapshot({"generators": states}, {})
-
-
-# ── the certificate of a checkpoint ───────────────────────────────────────────────────────────────
-
-
-class Certificate:
-    """Write the states of a loop beside a checkpoint, and compare the loop with them after the load.
-    All ranks make each call.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._objects = {"optimizer": optimizer, "weights": model}
-        self._undrawn = generators()
-
-    def write(self, path: str | Path, objects: Objects) -> None:
-        """Write ``PATH.certificate.json``."""
-        states = snapshot({**objects, **self._objects}, {})
-        now = generators()
-        # A generator that the loop does not draw from changes nothing.
-        states |= {name: now[name] for name in differing(self._undrawn, now)}
-        if all_ranks().is_first:
-            write_whole(_file(path), json.dumps(states).encode())
-
-    def differences(self, path: str | Path, objects: Objects) -> dict[str, str]:
-        """Return what was saved and what is there, by the kind of state."""
-        file = _file(path)
-        written = all_ranks().of_first(lambda: read_bytes(file))
-        if written is None:
-            return {"": f"nothing was compared, because {file} is gone"}
-        now = snapshot({**objects, **self._objects}, {}) | generators()
-        return compare(json.loads(written), now, "after the load", [])
-
-
-def _file(path: str | Path) -> Path:
-    return Path(f"{Path(path)}.certificate.json")

@@ -7,6 +7,7 @@ explains is measured: beside one of the passes run float64 shadows
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
 from narrowgauge.measuring.units import FINEST, unit_of
-from narrowgauge.measuring.weights import Same, compare_weights
+from narrowgauge.measuring.weights import Same, Tensors, compare_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
@@ -38,6 +39,9 @@ UNUSUAL = 1 / 16
 """Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
 more sets no bound.
 """
+MOST_PLACES = 3
+"""Printed places that differ."""
+HAS_WEIGHTS = nn.Module, str, Path, Mapping
 Outputs = dict[str, list[Tensor]]
 """The float tensors at each place, in the order of the calls."""
 
@@ -46,16 +50,17 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     """Compare two models, such as what trains with what serves it, or a checkpoint with a later
     one, and name the first place where they differ.
 
-    Weights are compared first, without calling the models: values that differ, vectors that are
-    exactly 1, values that are not finite, formats, ties, adapters. With ``batch``, both run in
-    evaluation mode. The one in fewer bits runs again beside float64 shadows: its roundings are the bounds
-    of modules' outputs and of log probabilities. Modules are paired by name. Both are as before at
-    the end.
+    Weights are compared first, without calling the models: values that differ or are not
+    finite, formats, codes at their scales, ties, adapters. With ``batch``,
+    both run in evaluation mode, once with the weights that codes stand for. The one in fewer bits runs
+    again beside float64 shadows, or both do: the smaller roundings are the bounds of modules' outputs and
+    of log probabilities. Modules are paired by name. Both are as before at the end.
 
     Args:
         first: a module; a ``state_dict`` (clone its tensors before training), a ``.safetensors``
-            file, or a folder of them. With ``batch``: a module, or a function of the batch that
-            returns logits or log probabilities.
+            file, a folder of them, or a checkpoint of ``torch.distributed``. With ``batch`` also a
+            function of the batch that returns logits or log probabilities; weights alone run in a
+            copy of the other side.
         second: the same.
         batch: token ids ``[sequences, positions]``, or a dict with ``input_ids``, of arguments of
             both models.
@@ -63,11 +68,11 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         The readings beyond their bound; none if both are one. A difference that is of rounding is
             no reading.
     Raises:
-        DataError: log probabilities of other numbers of tokens.
-        RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
+        DataError: log probabilities of other numbers of tokens; a batch without a module.
+        RecordError: a path holds no weights, damaged ones, or tensors in parts.
 
-    Cost: 7 ns a value. With a batch three passes, two more with shadows in float64, and memory for the
-    outputs of three: pass few sequences.
+    Cost: 7 ns a value. With a batch up to eight passes, half of them with shadows in float64, and memory
+    for the outputs of three: pass few sequences.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -76,13 +81,46 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         The bits are equal.
     """
     result = Same()
-    kinds = nn.Module, str, Path, Mapping
-    if batch is None or (isinstance(first, kinds) and isinstance(second, kinds)):
+    if batch is None or (isinstance(first, HAS_WEIGHTS) and isinstance(second, HAS_WEIGHTS)):
         result = compare_weights(first, second)
-    if batch is not None:
-        with generators_put_back():
-            _compare_passes(first, second, batch, result)
+    if batch is None:
+        return result
+    ours = _called(first, second)
+    theirs = _called(second, first)
+    with generators_put_back():
+        codes = {row["codes"] for row in result.rows if row["codes"]}
+        if codes:
+            values = _run(ours, batch).log_probs, _run(theirs, batch).log_probs
+            if isinstance(values[0], Tensor) and are_alike([values[0]], [values[1]]):
+                rms = float((values[0] - values[1]).square().mean().sqrt())
+                words = f"codes of weights move log probabilities by {rms:.2g} nats (RMS)"
+                result.lines += [words, "With the weights of the codes on both sides:"]
+            # Another server of the same codes computes the same.
+            if codes == {"first"}:
+                theirs = _with_weights(theirs, first)
+            else:
+                ours = _with_weights(ours, second)
+        _compare_passes(ours, theirs, batch, result)
     return result
+
+
+def _called(side: Any, other: Any) -> Any:
+    """Return what is called of a side: weights alone run in a copy of the other one."""
+    if isinstance(side, nn.Module) or not isinstance(side, HAS_WEIGHTS):
+        return side
+    if not isinstance(other, nn.Module):
+        raise DataError(
+            "Cannot run the batch because weights alone have no forward pass.",
+            "Pass a module on one side.",
+        )
+    return _with_weights(other, side)
+
+
+def _with_weights(model: nn.Module, weights: Any) -> nn.Module:
+    """Return a copy of a model with other weights of its names, in its formats."""
+    twin = copy.deepcopy(model)
+    Tensors(weights).write_to(twin)
+    return twin
 
 
 # ── a pass ────────────────────────────────────────────────────────────────────────────────────────
@@ -100,6 +138,7 @@ class Recording:
         outputs: of each place; later calls of a module are places of their own.
         shadows: of the places whose shadows are known.
         values: what the model returns.
+        log_probs: of the tokens; ``None`` if the values are not logits.
         draws: whether the pass drew random numbers.
     """
 
@@ -109,6 +148,7 @@ class Recording:
         self.outputs = Outputs()
         self.shadows = Outputs()
         self.values: Any = None
+        self.log_probs: Any = None
         self.draws = False
         self._names = dict[nn.Module, str]()
         self._calls = Counter[str]()
@@ -172,14 +212,16 @@ def distance(first: list[Tensor], second: list[Tensor]) -> float:
     return largest
 
 
-def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Recording:
+def _run(
+    side: Any, batch: Any, forced: Outputs | None = None, wide: Wide | None = None
+) -> Recording:
     """Run a side once, a module in evaluation mode.
 
     Args:
         forced: outputs that modules take and return.
         wide: keeps the shadows of the pass.
     """
-    recording = Recording(forced, wide)
+    recording = Recording(forced or {}, wide)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -204,6 +246,7 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
         recording.draws = generators() != before or bool(policies[0].states)
     values = getattr(values, "logits", values)
     recording.values = values[0] if isinstance(values, tuple) else values
+    recording.log_probs = _log_probs(recording.values, batch)
     return recording
 
 
@@ -212,27 +255,26 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
 
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
-    ours = _run(first, batch, {})
-    theirs = _run(second, batch, {})
+    ours = _run(first, batch)
+    theirs = _run(second, batch)
     if ours.draws or theirs.draws:
         reason = "a model draws random numbers in evaluation"
         result.unseen["outputs and log probabilities"] = reason
         return
-    log_probs = _log_probs(ours.values, batch), _log_probs(theirs.values, batch)
+    log_probs = ours.log_probs, theirs.log_probs
     missing = []
     for place in {**ours.outputs, **theirs.outputs}:
         if not are_alike(ours.outputs.get(place), theirs.outputs.get(place)):
             missing.append(place)
-    forced = {} if missing else ours.outputs
-    if not missing and _are_equal(ours.outputs, theirs.outputs, log_probs):
+    if not missing and _are_equal(ours, theirs):
         result.lines.append("The bits are equal.")
         return
     result.looked_at = "no difference is larger than rounding gives"
-    narrow = second if theirs.unit() > ours.unit() else first
     unit = max(ours.unit(), theirs.unit())
-    beside = [_run(narrow, batch, forced, Wide())]
-    if ours.unit() == theirs.unit():  # neither side sets its own bound
-        beside.append(_run(second, batch, forced, Wide()))
+    # In equal formats neither side sets its own bound.
+    narrow = [side for side, pass_ in ((first, ours), (second, theirs)) if pass_.unit() == unit]
+    forced = {} if missing else ours.outputs
+    beside = [_run(side, batch, forced, Wide()) for side in narrow]
     if forced:
         theirs = _run(second, batch, forced)
     unusual = _compare_places(ours, theirs, beside, max(UNUSUAL, 16 * unit), result)
@@ -241,20 +283,29 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
         return
-    wide = Wide()
+    if log_probs[1] is None or log_probs[1].shape != log_probs[0].shape:
+        raise DataError(
+            f"Cannot compare log probabilities of {counted(len(log_probs[0]), 'token')} because the "
+            "second model gives another number.",
+            "Give both the same tokens.",
+        )
     exact = {place: forced[place] for place in unusual if forced}
-    values = _run(narrow, batch, exact, wide).values
-    noise = (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs() + unit
-    _compare_log_probs(*log_probs, noise, result)
+    noises = []
+    for side in narrow:
+        wide = Wide()
+        pass_ = _run(side, batch, exact, wide)
+        noises.append((_log_probs(wide.of(pass_.values), batch) - pass_.log_probs).abs() + unit)
+    _compare_log_probs(log_probs[1] - log_probs[0], min(noises, key=torch.norm), result)
 
 
-def _are_equal(ours: Outputs, theirs: Outputs, log_probs: tuple[Any, Any]) -> bool:
+def _are_equal(ours: Recording, theirs: Recording) -> bool:
     """Return whether two passes through the same places have the same bits."""
-    if any(distance(tensors, theirs[place]) for place, tensors in ours.items()):
-        return False
-    if log_probs[0] is None:
-        return bool(ours)
-    return log_probs[1] is not None and torch.equal(*log_probs)
+    for place, tensors in ours.outputs.items():
+        if not all(map(torch.equal, tensors, theirs.outputs[place])):
+            return False
+    if ours.log_probs is None:
+        return bool(ours.outputs)
+    return theirs.log_probs is not None and torch.equal(ours.log_probs, theirs.log_probs)
 
 
 def _compare_places(
@@ -262,6 +313,9 @@ def _compare_places(
 ) -> list[str]:
     """Compare the outputs of modules, and add the reading of the first place that differs by more
     than roundings explain; return the places with unusual roundings.
+
+    Args:
+        beside: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
     """
     differences = {}
     bounds = {}
@@ -283,9 +337,13 @@ def _compare_places(
             unusual.append(place)
             words = f"{place}: roundings there move it by {max(sizes):.2g}, more than usual"
             result.lines.append(words)
-    number = sum(value > 0 for value in differences.values())
+    differing = [place for place, value in differences.items() if value]
     count = counted(len(differences), "place")
-    result.lines.append(f"outputs: {number} of {count} of modules differ")
+    result.lines.append(f"outputs: {len(differing)} of {count} of modules differ")
+    differing.sort(key=lambda place: bounds[place] / differences[place])
+    for place in differing[:MOST_PLACES]:
+        words = f"{differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
+        result.lines.append(f"  {place}: {words}")
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     wrong = [place for place, value in differences.items() if value > bounds[place]]
@@ -294,25 +352,20 @@ def _compare_places(
     return unusual
 
 
-def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, result: Same) -> None:
+def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:
     """Compare log probabilities of both sides, beside what rounding changes."""
-    if theirs is None or theirs.shape != ours.shape:
-        raise DataError(
-            f"Cannot compare log probabilities of {counted(len(ours), 'token')} because the "
-            "second model gives another number.",
-            "Give both the same tokens.",
-        )
-    off = (theirs - ours).abs()
-    mean, largest = float(off.mean()), float(off.max())
-    mean_noise, largest_noise = float(noise.mean()), float(noise.max())
+    numbers = []
+    for x in (difference, noise):
+        numbers += [float(x.square().mean().sqrt()), float(x.abs().max())]
+    rms, largest, rms_noise, largest_noise = numbers
     result.lines.append(
-        f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
-        f"largest {largest:.2g}; rounding alone: {mean_noise:.2g}, {largest_noise:.2g}"
+        f"log probabilities of {counted(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
+        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
     )
-    for value, bound in ((mean, MARGIN / 2 * mean_noise), (largest, MARGIN * largest_noise)):
+    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
         if value > bound:
-            numbers = value, 0.0, bound
-            reading = measured("other-outputs", "log probabilities", *numbers, stage="loss")
+            place = "log probabilities"
+            reading = measured("other-outputs", place, value, 0.0, bound, stage="loss")
             result.readings.append(reading)
             return
 

@@ -58,6 +58,7 @@ class Along:
     Attributes:
         moved: the weights along which the slope is asked, by name.
         exact: the gradient of the loss.
+        quantizers: places where a custom function rounds.
         padding: the row of an embedding that its own declaration leaves without a gradient.
     """
 
@@ -67,6 +68,7 @@ class Along:
         self.has_constants = has_constants
         first = self._run(passes.plain(batch))
         self.exact = first.shadows
+        self.quantizers = first.wide.quantizers
         self.value = first.value
         self.moved: dict[str, Any] = {}
         for name, p in passes.leaves.items():
@@ -160,6 +162,10 @@ def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
     along, slope = _whole(passes, batch, True)
     if slope.differs:
         along, slope = _whole(passes, batch, False)
+    if slope.differs and along.quantizers:
+        raise ArithmeticError(
+            f"not followed through the roundings of {', '.join(along.quantizers)}"
+        )
     if not slope.differs:
         if slope.off > BOUND:
             raise ArithmeticError("the loss has a kink at the weights or near them")

@@ -47,7 +47,7 @@ class Copy:
     """What copies of an optimizer show of the tensors of one group in one format.
 
     Attributes:
-        shares: of the second moment and of eps, where they are lost.
+        shares: of the second moment and of eps, where they are known.
         keeps_step: whether what rounding cuts of a step adds up.
         sizes: typical steps of random elements, as many as are read.
         over_gradient: their size over the gradient's; 0 if the gradient does not decide it.
@@ -80,28 +80,27 @@ def predict(
     _, p, group, optimizer = stepped
     copies = {} if copies is None else copies
     rate = _rate(stepped)
-    decay = float(group.get("weight_decay") or 0.0)
     matrix = _size_of_matrix(stepped)
-    row: Row = {"dtype": dtype_name(p.dtype), "lr": rate, "decay": decay}
-    row |= {"optimizer": type(optimizer).__name__, "storage": "", **dict.fromkeys(SHARES)}
-    if isinstance(optimizer, Optimizer):
-        row["storage"] = optimizer.storage_of(p).name
     key = id(group), p.dtype, bool(matrix)
     if key not in copies:
-        copies[key] = _copy(stepped, rate)
+        copies[key] = _copy(stepped, rate, bool(matrix))
     seen = copies[key]
-    row |= seen.shares
-    if p.dtype not in NARROW:
-        return row, ""
-    if seen.error:
-        return row, seen.error
-    row["step"] = 1.0
-    if not seen.keeps_step:
-        row["step"] = None
-        if seen.over_gradient and gradient is None:
-            return row, "its steps are as long as the gradient; pass batch="
-        row["step"] = _stored_share(p, _direction(p, rate * matrix, seen, gradient))
-    return row, ""
+    row: Row = {
+        "dtype": dtype_name(p.dtype), "lr": rate, "decay": float(group.get("weight_decay") or 0.0),
+        "optimizer": type(optimizer).__name__, "storage": "", **dict.fromkeys(SHARES), **seen.shares,
+    }  # fmt: skip
+    if isinstance(optimizer, Optimizer):
+        row["storage"] = optimizer.storage_of(p).name
+    reason = ""
+    if p.dtype in NARROW:
+        reason = seen.error
+        if seen.keeps_step:
+            row["step"] = 1.0
+        elif seen.over_gradient and gradient is None:
+            reason = "its steps are as long as the gradient; pass batch="
+        elif not reason:
+            row["step"] = _stored_share(p, _direction(p, rate * matrix, seen, gradient))
+    return row, reason
 
 
 def _rate(stepped: Stepped) -> float:
@@ -112,8 +111,8 @@ def _rate(stepped: Stepped) -> float:
     return max(float(rate or 0.0) for rate in rates)
 
 
-def _copy(stepped: Stepped, rate: float) -> Copy:
-    """Step copies of elements of a tensor."""
+def _copy(stepped: Stepped, rate: float, is_matrix: bool) -> Copy:
+    """Step copies of elements of a tensor, unless a step reads a whole matrix."""
     _, p, group, optimizer = stepped
     seen = Copy()
     try:
@@ -121,11 +120,11 @@ def _copy(stepped: Stepped, rate: float) -> Copy:
             if isinstance(optimizer, Optimizer):
                 storage = optimizer.storage_of(p)
                 seen.keeps_step = bool(storage.beside) or storage.weight.rounding != "nearest"
-            elif not _size_of_matrix(stepped):
+            elif not is_matrix:
                 seen.shares = _of_states(optimizer, group, p)
                 if p.dtype in NARROW:
                     seen.keeps_step = low_bits_kept(optimizer, group, p)
-            if p.dtype in NARROW and not seen.keeps_step and not _size_of_matrix(stepped):
+            if p.dtype in NARROW and not seen.keeps_step and not is_matrix:
                 _add_sizes(seen, stepped, {"lr": rate} if "lr" in group else {})
     except ArithmeticError as error:
         seen.error = words_of(error)
@@ -138,8 +137,8 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     """
     row: Row = {}
     start = torch.full((ELEMENTS,), 0.5, dtype=p.dtype, device=p.device)
-    change = Twin(optimizer, group, start.clone()).step(torch.zeros_like(start))
-    if group.get("eps") and not is_finite(change):
+    zeros = torch.zeros_like(start)
+    if group.get("eps") and not is_finite(Twin(optimizer, group, start.clone()).step(zeros)):
         row["eps"] = 0.0
     twin = Twin(optimizer, group, start)
     twin.step(torch.ones_like(start))
@@ -147,7 +146,7 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     if type(moment) is Tensor and moment.dtype in NARROW:
         before = moment.clone()
         for _ in range(READ):
-            twin.step(torch.zeros_like(start))
+            twin.step(zeros)
         row["second_moment"] = float(not torch.equal(before, twin.state("exp_avg_sq")))
     return row
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as AnyOptimizer
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.measuring.reading import words_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -36,27 +37,11 @@ VALUE = -1.5
 RATE = 2.0**-10
 """At which the size of a class's step over its rate is measured."""
 PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, type, Enum, torch.dtype, torch.device, FunctionType,
-    BuiltinFunctionType,
+    type(None), bool, int, float, complex, str, bytes, set, frozenset, type, Enum, torch.dtype, torch.device,
+    FunctionType, BuiltinFunctionType,
 )  # fmt: skip
+"""Types whose copies share nothing that a step changes."""
 _OF_THE_COPY = ("state", "param_groups", "step")  # a schedule replaces the step by a method
-
-
-def is_plain(x: Any, depth: int = 4) -> bool:
-    """Return whether a copy of a value shares nothing with it and reaches no tensor."""
-    if isinstance(x, PLAIN):
-        return True
-    if isinstance(x, (Tensor, nn.Module, AnyOptimizer)) or not depth:
-        return False
-    if isinstance(x, Mapping):
-        parts = [*x.keys(), *x.values()]
-    elif isinstance(x, (list, tuple, set, frozenset)):
-        parts = [*x]
-    else:
-        parts = [*getattr(x, "__dict__", {"": depth}).values()]
-        if not hasattr(x, "__dict__"):
-            return False
-    return all(is_plain(part, depth - 1) for part in parts)
 
 
 class Twin:
@@ -101,7 +86,7 @@ class Twin:
             if "hooks" in name:
                 setattr(twin, name, OrderedDict())
             elif name not in _OF_THE_COPY:
-                if name != "defaults" and not is_plain(x):
+                if name != "defaults" and not all(isinstance(y, PLAIN) for y in tree_leaves(x)):
                     raise ArithmeticError(f"{type(optimizer).__name__}.{name} has no copy")
                 setattr(twin, name, copy.deepcopy(x))
         twin.param_groups = [{**chosen, "params": [self.weights]}]
@@ -150,22 +135,18 @@ def low_bits_kept(optimizer: AnyOptimizer, group: Mapping[str, Any], p: Tensor) 
         ArithmeticError: the class has no copy.
     """
     start = torch.full((64,), VALUE, dtype=p.dtype, device=p.device)
-    gap = torch.finfo(p.dtype).eps
-    with no_trace():
-        size, _ = _moved(optimizer, group, wide_of(start), RATE)
-        rate = STEP * gap * RATE / (size or 1.0)
-        wide, largest = _moved(optimizer, group, wide_of(start), rate)
-        if not STEP / 2 < wide / gap < 2 * STEP or largest > 3 * STEP * gap:
-            return False  # the rate does not decide the step
-        narrow, _ = _moved(optimizer, group, start, rate)
-    return narrow > wide / 2
-
-
-def _moved(
-    optimizer: AnyOptimizer, group: Mapping[str, Any], start: Tensor, rate: float
-) -> tuple[float, float]:
-    """Return the mean change of steps whose gradient is -1, and the largest, without a decay."""
-    twin = Twin(optimizer, group, start.clone(), options={"lr": rate, "weight_decay": 0.0})
     gradient = torch.full_like(start, -1.0)
-    changes = [float(twin.step(gradient).mean()) for _ in range(PROBES)]
-    return fmean(changes), max(changes)
+
+    def changes(weights: Tensor, rate: float) -> list[float]:
+        """Return the mean change of each step, without a decay."""
+        twin = Twin(optimizer, group, weights, options={"lr": rate, "weight_decay": 0.0})
+        return [float(twin.step(gradient).mean()) for _ in range(PROBES)]
+
+    with no_trace():
+        gap = torch.finfo(p.dtype).eps
+        size = fmean(changes(wide_of(start), RATE))
+        rate = STEP * gap * RATE / (size or 1.0)
+        wide = changes(wide_of(start), rate)
+        if not STEP / 2 < fmean(wide) / gap < 2 * STEP or max(wide) > 3 * STEP * gap:
+            return False  # the rate does not decide the step
+        return fmean(changes(start, rate)) > fmean(wide) / 2

@@ -1,7 +1,8 @@
 """Compare two sets of weights, tensor by tensor: models, state_dicts, files. No code of a model runs.
 
-Values are compared once both have the format of fewer bits. A buffer is compared in the wider
-one: a buffer that was rounded computes something else.
+Values are compared once both have the format of fewer bits. The format of codes has the scales that lie
+beside them. A buffer is compared in the wider format: a buffer that was rounded computes something
+else.
 """
 
 from __future__ import annotations
@@ -32,24 +33,38 @@ MOST_ROWS = 8
 """Printed tensors."""
 MOST_TIMES = 0.05
 """Distance from the adapters' own product that roundings of a merge may give."""
+SCALES = ("_scale", "_scale_inv")
+"""Ends of the names of the scales of codes. Both multiply the codes."""
+BLOCK = 32
+MOST_LEVELS = 16
+"""Values in a block of 32 that four bits hold. Weights of 16 bits have about 30."""
+HALF_A_GAP = 17 / 32
+"""Distance of a value from its code, over the gap between codes; a 32nd is of a product with an inverse
+scale.
+"""
+MODELS = ("model", "model_state_dict", "module", "state_dict", "app")
+"""Keys under which checkpoints hold the weights of a model."""
 Weights = str | Path | nn.Module | Mapping[str, Any]
 
 
 class Tensors:
-    """Hold the tensors of a model, a state_dict, a ``.safetensors`` file or a folder of them.
+    """Hold the tensors of a model, a state_dict, a ``.safetensors`` file or a folder of them, or a
+    checkpoint of ``torch.distributed``.
 
     Attributes:
         values: tensors by name, without the prefixes of wrappers and adapters.
+        scales: of the tensors that are codes.
         names: names that share the tensor of a name, of models alone.
         buffers: names of buffers.
         adapted: layers with adapters, by the name of their weight.
 
     Raises:
-        RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
+        RecordError: a path holds no weights, damaged ones, or tensors in parts.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.values: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}
         self.names: dict[str, list[str]] = {}
         self.buffers: set[str] = set()
         self.adapted: dict[str, Any] = {}
@@ -64,6 +79,10 @@ class Tensors:
                 raise RecordError(
                     f"Cannot read weights from {weights}: {error}.", "Name another file or folder."
                 ) from error
+        for name, x in self.values.items():
+            for end in SCALES:
+                if x.element_size() == 1 and name + end in self.values:
+                    self.scales[name] = self.values[name + end]
 
     def _add(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -87,32 +106,73 @@ class Tensors:
         files = [path]
         if path.is_dir():
             files = sorted(path.glob("*.safetensors"))
+        if (path / ".metadata").exists():
+            self._add(_distributed(path))
         for file in files:
             values = load_file(file)
             if not self.values.keys().isdisjoint(map(_plain, values)):
                 raise ValueError("two of its files hold parts of one tensor")
             self._add(values)
         if not self.values:
-            raise ValueError("it holds no safetensors file")
+            raise ValueError("it holds no safetensors file, and no checkpoint of torch.distributed")
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, with what its adapters add."""
+        """Return a whole tensor: codes times their scales, with what its adapters add."""
         x = whole(self.values[name])
+        if name in self.scales:
+            x = x.float() * self._scale(name)
         layer = self.adapted.get(name)
         if layer is not None and not layer.merged_adapters:
             x = x.double() + product_of(layer)
         return x
 
+    def _scale(self, name: str) -> Tensor:
+        """Return the scale of each code: one is of all, of a row, or of a block."""
+        shape = self.values[name].shape
+        scale = whole(self.scales[name])
+        if scale.dtype is torch.uint8:  # exponents, as of E8M0
+            scale = torch.exp2(scale.float() - 127)
+        while scale.ndim < len(shape):
+            scale = scale.unsqueeze(-1)
+        for dim, size in enumerate(shape):
+            repeats = -(-size // scale.shape[dim])
+            scale = scale.repeat_interleave(repeats, dim).narrow(dim, 0, size)
+        return scale.float()
+
+    def gap(self, name: str) -> Tensor | None:
+        """Return the distance between neighbours of each value, of codes, and of weights that were
+        decoded from four bits; ``None`` of others.
+        """
+        x = whole(self.values[name])
+        if name not in self.scales:
+            return _gap_of_levels(x)
+        gap = torch.ones_like(x, dtype=torch.float32)
+        if x.is_floating_point():
+            row = torch.finfo(x.dtype)
+            exponents = x.float().abs().clamp_min(row.smallest_normal).frexp().exponent
+            gap = torch.ldexp(gap * row.eps, exponents - 1)
+        return gap * self._scale(name)
+
+    @torch.no_grad()
+    def write_to(self, model: nn.Module) -> None:
+        """Write the values into the tensors of a model that have their names, but beside adapters."""
+        for name, p in model.state_dict(keep_vars=True).items():
+            plain = _plain(name)
+            is_there = plain in self.values and self.values[plain].shape == p.shape
+            if is_there and ".base_layer." not in name:
+                p.copy_(self.read(plain))
+
     def alone(self, other: Tensors) -> list[str]:
         """Return the names that another set lacks in their shape, under each of their tied names.
 
-        Buffers are left out, which no file may hold.
+        Scales are left out, and buffers, which no file may hold.
         """
+        left_out = self.buffers | {name + end for name in self.scales for end in SCALES}
         names = []
         for name, x in self.values.items():
             tied = self.names.get(name, [name])
             shapes = [other.values[key].shape for key in tied if key in other.values]
-            if x.shape not in shapes and name not in self.buffers and ".lora_" not in name:
+            if x.shape not in shapes and name not in left_out and ".lora_" not in name:
                 names.append(name)
         return sorted(names)
 
@@ -125,14 +185,44 @@ def _plain(name: str) -> str:
     return name_without_adapters(name).replace(".base_layer.", ".")
 
 
+def _distributed(path: Path) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint of ``torch.distributed``, without a process group."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    tensors: dict[str, Tensor] = {}
+    metadata: Any = FileSystemReader(path).read_metadata()
+    for key, entry in metadata.state_dict_metadata.items():
+        if hasattr(entry, "size") and not key.startswith("optim"):
+            tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load(tensors, checkpoint_id=path, no_dist=True)
+    values = {}
+    for key, x in tensors.items():
+        owner, _, name = key.partition(".")
+        values[name if owner in MODELS else key] = x
+    return values
+
+
+def _gap_of_levels(x: Tensor) -> Tensor | None:
+    """Return the largest gap in each block of a matrix that holds few values in each."""
+    if x.ndim != 2 or x.shape[1] % BLOCK or not x.is_floating_point():
+        return None
+    gaps = x.float().view(-1, BLOCK).sort(1).values.diff(dim=1)
+    levels = 1 + float((gaps > 0).sum(1).float().mean())
+    if not 2 < levels <= MOST_LEVELS:
+        return None
+    return gaps.amax(1).repeat_interleave(BLOCK).view_as(x)
+
+
 class Same(Readings):
     """Hold the differences of two models; ``print`` shows them.
 
     Attributes:
         rows: a dict for each tensor of both, the farthest first: ``name``, ``dtype``, ``values``;
             ``differ`` and ``nonfinite`` (numbers of values); ``change`` (‖second − first‖ /
-            ‖first‖), ``factor`` (the multiple of the first that is nearest), ``is_one`` (a vector
-            of ones), ``adapter_times`` (how many times more the second holds the adapters).
+            ‖first‖), ``factor`` (the multiple of the first that is nearest), ``adapter_times`` (how
+            many times more the second holds the adapters), ``codes`` (``first`` or ``second``, whose
+            values are codes).
     """
 
     rows: Sequence[Row] = ()
@@ -166,7 +256,8 @@ def compare_weights(first: Weights, second: Weights) -> Same:
     if unlike:
         result.add("other-weights", unlike, len(set(unlike)))
     if bad:
-        result.readings.append(measured("nonfinite", bad, len(bad), 0, stage="start"))
+        number = sum(row["nonfinite"] for row in rows)
+        result.readings.append(measured("nonfinite", bad, number, 0, stage="start"))
     return result
 
 
@@ -179,15 +270,24 @@ def _row(name: str, before: Tensors, after: Tensors) -> Row:
         dtype = torch.promote_types(*dtypes)
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
-        "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
-        **_difference(x.to(dtype), y.to(dtype)),
+        "adapter_times": None, "codes": "",
     }  # fmt: skip
     layer = (after.adapted | before.adapted).get(name)
+    if name not in before.scales | after.scales:
+        row |= _difference(x.to(dtype), y.to(dtype))
+    else:
+        row |= _difference(x, y)
     if layer is not None:
         added = y.double() - x.double()
         row["adapter_times"] = times = _difference(product_of(layer), added)["factor"]
         if row["change"] <= unit_of(dtype) and abs(times) <= MOST_TIMES:
             row["differ"] = 0  # the merge rounded once
+    elif row["differ"]:
+        for side, tensors in (("first", before), ("second", after)):
+            gap = tensors.gap(name)
+            if gap is not None:
+                is_near = (x - y).abs() <= HALF_A_GAP * gap
+                row |= {"codes": side, **_difference(x, torch.where(is_near, x, y))}
     return row
 
 
@@ -218,9 +318,6 @@ def _lines(rows: list[Row]) -> Iterator[str]:
     share = sum(row["differ"] for row in differing) / max(1, values)
     equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
     yield f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}"
-    ones = [row["name"] for row in rows if row["is_one"]]
-    if ones:
-        yield f"vectors that are exactly 1: {len(ones)}, {told(ones)}"
     if differing:
         keys = "values", "differ", "change", "factor", "nonfinite"
         shown = {"weights": "name", **dict(zip(keys, keys, strict=True))}

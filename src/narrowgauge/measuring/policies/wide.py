@@ -22,6 +22,7 @@ from narrowgauge.measuring.beside import (
     Operation,
     floats_in,
     is_float,
+    is_in_autograd_function,
     storage_key,
     tensors_in,
 )
@@ -62,10 +63,10 @@ class Wide:
         layers: sites of our own narrow layers.
         at_end: largest fraction of a cast's values that reach the end of an 8-bit format, by site.
         cast_errors: largest error of a cast, in roundings of its format, by site.
-        misread: sites where bytes of one 8-bit format are read as another's.
         coarsest: unit roundoff and name of the coarsest format of a product in forward, or of a cast to
             8 bits.
         cuts: operations that are not followed.
+        quantizers: sites where an autograd function rounds to integers or 8 bits, if that is left out.
         draws: whether an operation drew random numbers.
         flips: whether a choice, or a unit of a kink, is another one without roundings.
     """
@@ -83,9 +84,9 @@ class Wide:
         self.layers: set[str] = set()
         self.at_end: dict[str, float] = {}
         self.cast_errors: dict[str, float] = {}
-        self.misread: set[str] = set()
         self.coarsest = (FINEST, "float32")
         self.cuts: dict[str, None] = {}
+        self.quantizers: dict[str, None] = {}
         self.draws = self.flips = False
         self._shadows = ByStorage()
         """By memory: its format, and the flat shadow; ``None`` if it is not followed."""
@@ -152,11 +153,6 @@ class Wide:
         has_shadows = any(_has_shadow(x) or self._shadows.of(x) for x in op.operands)
         if op.layer or op.draws or op.name in ALLOCATES or not has_shadows:
             return None
-        for x in op.read:
-            written = (self._shadows.of(x) or (x.dtype,))[0]
-            sizes = x.itemsize, written.itemsize
-            if written is not x.dtype and sizes == (1, 1) and UNITS.keys() >= {x.dtype, written}:
-                self.misread.add(op.site)
         if not all(map(self.follows, op.operands)):
             return ()
         for x in filter(_has_shadow, op.written):
@@ -179,6 +175,10 @@ class Wide:
         if arguments is None or op.is_view:
             return
         results = tensors_in(op.result)
+        is_cast = op.name == "_to_copy" and not results[0].is_floating_point()
+        is_cast |= op.name == "_to_copy" and results[0].element_size() == 1
+        if self.is_smooth and (is_cast or op.name in _TO_INTEGERS) and is_in_autograd_function():
+            self.quantizers[op.site] = None
         targets = [x for x in op.written or results if _has_shadow(x)]
         if not arguments or not targets:
             self._lose(targets)
