@@ -40,6 +40,7 @@ _BY_VALUE = (
 )  # fmt: skip
 """Operations whose results have shapes that depend on values; those are the step's."""
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
+_FINE = (WIDE, torch.float32, torch.bfloat16, torch.float16)
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
 _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "threshold_backward", "hardtanh_backward")
@@ -175,9 +176,8 @@ class Wide:
         if arguments is None or op.is_view:
             return
         results = tensors_in(op.result)
-        is_cast = op.name == "_to_copy" and not results[0].is_floating_point()
-        is_cast |= op.name == "_to_copy" and results[0].element_size() == 1
-        if self.is_smooth and (is_cast or op.name in _TO_INTEGERS) and is_in_autograd_function():
+        is_coarse = op.name == "_to_copy" and results[0].dtype not in _FINE
+        if self.is_smooth and (is_coarse or op.name in _TO_INTEGERS) and is_in_autograd_function():
             self.quantizers[op.site] = None
         targets = [x for x in op.written or results if _has_shadow(x)]
         if not arguments or not targets:
