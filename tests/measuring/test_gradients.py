@@ -61,6 +61,19 @@ def test_what_a_pass_changes_is_put_back() -> None:
     assert state == (random.getstate(), torch.get_rng_state().tolist())
 
 
+def test_the_check_calls_the_loss_as_often_as_its_page_says() -> None:
+    parts = [tokens_of(number) for number in range(3)]
+    calls: list[Any] = []
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(batch)
+        return loss(model, batch)
+
+    for batch, number in ((parts[0], 4), (parts, len(parts) + 5)):
+        calls.clear()
+        assert check(Model(), batch, loss=counted).ok and len(calls) == number
+
+
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
 
 

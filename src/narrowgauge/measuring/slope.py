@@ -30,8 +30,8 @@ is most exact.
 NOISE = 64
 """Roundings of float64 in a loss: their difference is no slope."""
 KINK = 1 / 4
-"""Difference of the slopes to both sides, over the distance from the gradient, from which it is of a
-kink.
+"""Difference of two slopes, to both sides or at two steps, over their distance from the gradient: a
+larger one is of a kink.
 """
 PART = 64
 """A tensor is named if it has this part of the difference: the last one may have little of it."""
@@ -46,7 +46,7 @@ class Slope(NamedTuple):
         predicted: by the gradient.
         measured: of the loss.
         off: their distance over their size.
-        differs: whether that is beyond a limit, and no kink is there.
+        differs: whether that is beyond a limit, at two steps alike.
     """
 
     predicted: float
@@ -126,15 +126,22 @@ class Along:
             if name in self.exact:
                 predicted += float((self.exact[name] * direction).sum())
                 squares += float(self.exact[name].square().sum() * direction.square().mean())
-        above, below = (self._loss_at(directions, shift) for shift in (STEP, -STEP))
-        measured = (above - below) / (2 * STEP)
-        noise = NOISE * abs(above) * 2.0**-53 / STEP
-        size = max(math.sqrt(squares), abs(measured), noise / BOUND) or 1.0
-        distance = abs(measured - predicted)
-        # At a kink, such as a ReLU of exact zeros, the slopes to both sides differ.
-        is_kink = abs(above + below - 2 * self.value) / STEP > KINK * distance
-        is_far = distance > (limit or BOUND * size)
-        return Slope(predicted, measured, distance / size, is_far and not is_kink)
+        slopes = []
+        measured = size = distance = bend = 0.0
+        for step in (STEP, STEP / 10):
+            above, below = (self._loss_at(directions, shift) for shift in (step, -step))
+            measured = (above - below) / (2 * step)
+            slopes.append(measured)
+            bend = abs(above + below - 2 * self.value) / step
+            noise = NOISE * abs(above) * 2.0**-53 / step / BOUND
+            size = max(math.sqrt(squares), abs(measured), noise) or 1.0
+            distance = abs(measured - predicted)
+            if not distance > (limit or BOUND * size):
+                return Slope(predicted, measured, distance / size, False)
+        # A kink lies within the larger step where the two slopes differ, and at the weights, as of a
+        # ReLU of exact zeros, where the slopes to both sides do.
+        is_kink = max(abs(slopes[0] - slopes[1]), bend) > KINK * distance
+        return Slope(predicted, measured, distance / size, not is_kink)
 
     def last_wrong(self, limit: float) -> tuple[str, Slope]:
         """Return the last tensor in forward whose slope is another, by halving."""
