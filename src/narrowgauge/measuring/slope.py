@@ -31,7 +31,7 @@ NOISE = 64
 """Roundings of float64 in a loss: their difference is no slope."""
 KINK = 1 / 4
 """Difference of two slopes, to both sides or at two steps, over their distance from the gradient: a
-larger one is of a kink.
+larger one is of a kink. Two kinks have 0.6 and 25, ten wrong gradients at most 0.0012.
 """
 PART = 64
 """A tensor is named if it has this part of the difference: the last one may have little of it."""
