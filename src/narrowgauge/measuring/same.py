@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -337,19 +337,23 @@ def _compare_places(
             unusual.append(place)
             words = f"{place}: roundings there move it by {max(sizes):.2g}, more than usual"
             result.lines.append(words)
-    differing = [place for place, value in differences.items() if value]
-    count = counted(len(differences), "place")
-    result.lines.append(f"outputs: {len(differing)} of {count} of modules differ")
-    differing.sort(key=lambda place: bounds[place] / differences[place])
-    for place in differing[:MOST_PLACES]:
-        words = f"{differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
-        result.lines.append(f"  {place}: {words}")
+    result.lines += _differing(differences, bounds)
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     wrong = [place for place, value in differences.items() if value > bounds[place]]
     if wrong:
         result.add("other-outputs", wrong, differences[wrong[0]], 0.0, bounds[wrong[0]])
     return unusual
+
+
+def _differing(differences: dict[str, float], bounds: dict[str, float]) -> Iterator[str]:
+    """Yield how many places differ, and those that differ most beyond their bounds."""
+    differing = [place for place, value in differences.items() if value]
+    count = counted(len(differences), "place")
+    yield f"outputs: {len(differing)} of {count} of modules differ"
+    differing.sort(key=lambda place: bounds[place] / differences[place])
+    for place in differing[:MOST_PLACES]:
+        yield f"  {place}: {differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
 
 
 def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:
