@@ -5,6 +5,7 @@ may have these numbers.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from itertools import pairwise
 from statistics import median
@@ -92,6 +93,7 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
     """
     rates: list[float] = []
     medians: list[float] = []
+    usual = 0.0
     first = 0
     was_slow = False
     lost = 0.0
@@ -100,7 +102,6 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
         rate = step.tokens_per_second
         if not rate or not math.isfinite(rate):
             continue
-        usual = median(medians or [0.0])
         bound = usual * KINDS["slower-steps"].bound
         is_slow = rate < usual - bound
         if is_slow:
@@ -117,7 +118,8 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
         middle = median(rates)
         rates.clear()
         if middle >= usual - bound:
-            medians.append(middle)
+            insort(medians, middle)  # a sorted list is sorted again in no time
+            usual = median(medians)
         elif lost >= least_seconds:
             tell("slower-steps", "", middle, usual, bound, step=first)
 
