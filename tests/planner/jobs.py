@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import Tuning, read_program
@@ -35,14 +35,21 @@ mode = "full"
 """
 
 
-def estimate(program: str = "", layout: Layout | None = None, **fields: Any) -> Estimate:
-    layout = layout or Layout()
-    model = fields.pop("model", LLAMA)
-    shape = read_model(model) if isinstance(model, str) else model
-    cluster = cluster_of(fields.pop("chip", "H100-SXM"), fields.pop("chips", layout.num_ranks))
-    recipe = parse(fields.pop("recipe", "bfloat16/word"))
-    tuning = Tuning(
-        **{k: fields.pop(k) for k in ("lora", "base", "experts", "train_embeddings") if k in fields}
+def estimate(
+    program: str = "",
+    asked: str = "",
+    *,
+    model: str = "llama-8b",
+    chip: str = "H100-SXM",
+    recipe: str = "bfloat16/word",
+    length: int = 4096,
+    optimizer: str = "adamw",
+    **tuned: Any,
+) -> Estimate:
+    """Estimate with a layout as it is asked for, ``shard=8,micro_batch=2``."""
+    layout = Layout(**read_layout(asked))
+    cluster = cluster_of(chip, layout.num_ranks)
+    loop, tuning = read_program(program), Tuning(**tuned)
+    return Estimate(
+        read_model(model), parse(recipe), layout, cluster, length, loop, tuning, optimizer=optimizer
     )
-    length = fields.pop("length", 4096)
-    return Estimate(shape, recipe, layout, cluster, length, read_program(program), tuning, **fields)

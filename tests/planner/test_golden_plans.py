@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.layouts import Layout, suits
+from narrowgauge.planner.layouts import suits
 from narrowgauge.planner.program import PROGRAMS
 from planner.jobs import estimate
 
@@ -24,13 +24,13 @@ CHIPS = ("H100-SXM", "A100-SXM4-40GB", "B200-SXM", "RTX-4090", "MI300X", "V100-S
 RECIPES = ("bfloat16/word", "bfloat16/master", "float8-row/states8", "bfloat16/float32", "float16/split", "mxfp8/compact",
            "nvfp4/word/reproducible")  # fmt: skip
 LAYOUTS = (
-    Layout(shard=8, micro_batch=2, micro_batches=4),
-    Layout(shard=4, tensor=2, recompute="full", micro_batches=2),
-    Layout(data=2, shard=2, zero=1, pipeline=2, micro_batches=8, recompute="selective"),
-    Layout(shard=8, zero=2, expert=4, micro_batches=2, accumulation_dtype="bfloat16"),
-    Layout(shard=2, context=4, recompute="selective"),
-    Layout(shard=4, tensor=4, pipeline=4, interleave=2, micro_batches=16, expert=4, recompute="full"),
-    Layout(shard=8, tensor=2, expert=16, micro_batches=4),
+    "shard=8,micro_batch=2,micro_batches=4",
+    "shard=4,tensor=2,recompute=full,micro_batches=2",
+    "data=2,shard=2,zero=1,pipeline=2,micro_batches=8,recompute=selective",
+    "shard=8,zero=2,expert=4,micro_batches=2,accumulation_dtype=bfloat16",
+    "shard=2,context=4,recompute=selective",
+    "shard=4,tensor=4,pipeline=4,interleave=2,micro_batches=16,expert=4,recompute=full",
+    "shard=8,tensor=2,expert=16,micro_batches=4",
 )  # fmt: skip
 LOOPS = (*PROGRAMS, "offload=true", "release=true")
 TUNED: tuple[dict[str, Any], ...] = (
@@ -49,7 +49,7 @@ def figures() -> dict[str, list[float]]:
     while len(rows) < 100:
         question: dict[str, Any] = {
             "model": draw(MODELS), "chip": draw(CHIPS), "recipe": draw(RECIPES), "length": draw((2048, 65_536)),
-            "optimizer": draw(OPTIMIZERS), "layout": draw(LAYOUTS), "program": draw(LOOPS),
+            "optimizer": draw(OPTIMIZERS), "asked": draw(LAYOUTS), "program": draw(LOOPS),
         }  # fmt: skip
         tuned = draw(TUNED)
         try:
@@ -58,7 +58,7 @@ def figures() -> dict[str, list[float]]:
             continue
         if not suits(job.architecture, job.layout, job.sequence_length):
             continue
-        question |= {"layout": str(job.layout), "tuned": " ".join(tuned)}
+        question |= {"asked": str(job.layout), "tuned": " ".join(tuned)}
         figures = job.tokens_per_second, job.peak_bytes, job.host_bytes, job.mfu
         rows[", ".join(map(str, question.values()))] = [float(f"{x:.8g}") for x in figures]
     return rows

@@ -18,15 +18,15 @@ def test_two_points_fit_and_nothing_checks_them() -> None:
     assert row["seconds"] == pytest.approx({512: 5.5 * DAY})
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("64:16d,128:10d,256:7d", "misses the measured times by at most"),
-        ("64:5d,128:10d,256:3d", "measure again"),
-        ("128:7d,256:10d", "measure again"),
-        ("128:10d,256:5d", "nothing checks"),
-    ],
-)
+MEANINGS = {
+    "64:16d,128:10d,256:7d": "misses the measured times by at most",
+    "64:5d,128:10d,256:3d": "measure again",
+    "128:7d,256:10d": "measure again",
+    "128:10d,256:5d": "nothing checks",
+}
+
+
+@pytest.mark.parametrize(("text", "says"), MEANINGS.items())
 def test_other_times_say_what_they_mean(text: str, says: str) -> None:
     row = scaling_row(read_points(text))
     assert any(says in line for line in row["sentences"])

@@ -11,16 +11,6 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import read_program
 
-
-def refused(**question: Any) -> str:
-    """Return the line that refuses a question."""
-    with pytest.raises(NarrowgaugeError) as error:
-        plan(**{"model": "llama-8b", "chip": "H100-SXM", **question})
-    text = str(error.value)
-    assert "\n" not in text and (error.value.advice or "must be" in text), text
-    return text
-
-
 WRONG: dict[str, tuple[Any, ...]] = {
     "model": ("./nowhere", "nowhere/there", "a--b/c", "..", "", 5),
     "tokens": (math.nan, 0.5, math.inf, "1e9"),
@@ -39,7 +29,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_values_that_no_question_has_are_refused(name: str) -> None:
     for value in WRONG[name]:
-        assert refused(**{name: value})
+        with pytest.raises(NarrowgaugeError) as error:
+            plan(**{"model": "llama-8b", "chip": "H100-SXM", name: value})
+        text = str(error.value)
+        assert "\n" not in text and (error.value.advice or "must be" in text), text
 
 
 def test_a_program_is_read_with_its_fields() -> None:

@@ -31,21 +31,27 @@ def test_memory_is_what_drivers_report() -> None:
     } == reported
 
 
+NAMES = {
+    "mi300x": "MI300X",
+    "L4": "L4",
+    "H200": "H200-SXM-141GB",
+    "RTX4090": "RTX-4090",
+    "h100sxm": "H100-SXM5-80GB",
+}
+OTHERS = {
+    "h100": "H100-SXM5-80GB, H100-PCIe-80GB begin with it",
+    "rtx-4080": "Did you mean 'RTX-4090'",
+    "gaudi3": r"no chip is named 'gaudi3'\. \(narrowgauge show chips",
+}
+
+
 def test_names() -> None:
-    assert get_chip("mi300x") is CHIPS["MI300X"]
-    assert get_chip("L4") is CHIPS["L4"]
-    assert get_chip("H200") is CHIPS["H200-SXM-141GB"]
-    with pytest.raises(ChipError, match="H100-SXM5-80GB, H100-PCIe-80GB begin with it"):
-        get_chip("h100")
-    assert get_chip("RTX4090") is CHIPS["RTX-4090"]
-    assert get_chip("h100sxm") is CHIPS["H100-SXM5-80GB"]
+    for name, full in NAMES.items():
+        assert get_chip(name) is CHIPS[full]
     assert get_chip("L40").peak_tflops["bfloat16"] == 181
-    for name in ("A10", "MI300", "H2", "V10", "GB30"):  # other chips, or none: no beginnings
+    for name in ("A10", "MI300", "H2", "V10", "GB30", ""):  # other chips, or none: no beginnings
         with pytest.raises(ChipError, match=f"no chip is named '{name}'"):
             get_chip(name)
-    with pytest.raises(ChipError, match="Did you mean 'RTX-4090'"):
-        get_chip("rtx-4080")
-    with pytest.raises(ChipError, match=r"no chip is named 'gaudi3'\. \(narrowgauge show chips"):
-        get_chip("gaudi3")
-    with pytest.raises(ChipError, match="no chip is named ''"):
-        get_chip("")
+    for name, says in OTHERS.items():
+        with pytest.raises(ChipError, match=says):
+            get_chip(name)
