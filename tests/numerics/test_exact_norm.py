@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from fractions import Fraction
 from random import Random
 
 import pytest
@@ -13,14 +12,13 @@ from torch import Tensor
 
 from narrowgauge.numerics.exact_sums import (
     WORDS,
-    Squares,
     _digits,
     _rounded_digits,
     exact_squares,
     rounded_total,
 )
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.optim.norm import SquaresTable
+from narrowgauge.optim.norm import SquaresTable, squares_by_kernel
 from oracles.exact_sums import exact_sum_of_squares, nearest_float
 from tensors import scalar_bits
 
@@ -53,30 +51,26 @@ def hard_values(kind: int, size: int, seed: int) -> Tensor:
     return x.nan_to_num(1.0, 2.0, -3.0)
 
 
-def assert_exact(tensors: list[Tensor], table: Squares | None = None) -> None:
-    expected = Fraction(0)
-    for tensor in tensors:
-        expected += exact_sum_of_squares(tensor.double().reshape(-1).tolist())
-    assert exact_squares(tensors, table).item() == nearest_float(expected)
+def assert_exact(x: Tensor) -> None:
+    """By the definition and by the kernel."""
+    expected = nearest_float(exact_sum_of_squares(x.double().reshape(-1).tolist()))
+    assert exact_squares([x]).item() == squares_by_kernel([x]).item() == expected
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("kind", range(6))
 def test_the_sum_of_squares_is_the_fraction_rounded_once(kind: int, dtype: torch.dtype) -> None:
-    """By the definition and by the kernel, of pieces of the kernel and of their ends."""
-    table = SquaresTable(torch.device("cpu"))
+    """Of pieces of the kernel and of their ends."""
     for size in (1, 65, 4096, 4099):
         x = hard_values(kind, size, seed=size).to(dtype).nan_to_num(1.0, 2.0, -3.0)
-        assert_exact([x])
-        assert_exact([x], table)
+        assert_exact(x)
         parts = [part.clone() for part in x.flip(0).split(size // 2 + 1)]
         shifted = torch.cat([x[:1], x])[1:]
-        assert exact_squares(parts, table).item() == exact_squares([shifted], table).item()
+        assert squares_by_kernel(parts).item() == squares_by_kernel([shifted]).item()
 
 
 @pytest.mark.parametrize("mantissa", [0x7FFFFF, 0x3504F3, 1])
 def test_pieces_of_a_kernel_are_exact_at_the_ends_of_its_grids(mantissa: int) -> None:
-    table = SquaresTable(torch.device("cpu"))
     for top in (1, 127, 254):
         for span in (2, 22, 23, 24, 44, 45, 120):
             if span >= top:
@@ -84,15 +78,14 @@ def test_pieces_of_a_kernel_are_exact_at_the_ends_of_its_grids(mantissa: int) ->
             bits = torch.full((4096,), (top - span) << 23 | mantissa, dtype=torch.int32)
             for step in (4096, 2):
                 bits[::step] = top << 23 | mantissa
-                assert_exact([bits.view(torch.float32)], table)
+                assert_exact(bits.view(torch.float32))
 
 
 def test_ranks_add_the_words_of_their_parts() -> None:
     x = hard_values(3, 5000, seed=1)
-    table = SquaresTable(torch.device("cpu"))
     words = torch.zeros(WORDS, dtype=torch.int64)
     for part in x.split([0, 7, 4096, 897]):
-        words += table.sums([((), [part])])[0]
+        words += SquaresTable([part]).words_at(part.data_ptr())[0]
     assert rounded_total(words).item() == exact_squares([x]).item()
 
 

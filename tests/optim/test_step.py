@@ -175,23 +175,22 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
         gaussian(0, 3, dtype=dtype),
         gaussian(80, 64, scale=1e3, dtype=dtype).t(),
     ]
-    assert norm.sums_on(tensors)
-    squares = norm.SquaresTable(CPU)
+    assert norm.sums_on(CPU)
     for value in (1.0, -torch.inf, torch.nan):
         tensors[0][2, 2] = value
-        assert_same_bits({"": exact_squares(tensors, table=squares)}, {"": exact_squares(tensors)})
+        assert_same_bits({"": norm.squares_by_kernel(tensors)}, {"": exact_squares(tensors)})
 
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more finds the norm, whatever the number of tensors and groups."""
     calls: list[int] = []
-    call = table.Programs.call
+    call = table.Table.call
 
-    def counted(programs: table.Programs, *arguments: Any, **constants: Any) -> None:
-        calls.append(len(programs.rows))
-        call(programs, *arguments, **constants)
+    def counted(rows: table.Table, *arguments: Any, **constants: Any) -> None:
+        calls.append(len(rows.rows))
+        call(rows, *arguments, **constants)
 
-    monkeypatch.setattr(table.Programs, "call", counted)
+    monkeypatch.setattr(table.Table, "call", counted)
     groups = [{"params": [p], "lr": 0.1} for p in parameters("word", [(64, 64)] * 9)]
     optimizer = ng.AdamW(groups, storage="word", compile=True, max_grad_norm=1.0)
     take_steps(optimizer, range(2))

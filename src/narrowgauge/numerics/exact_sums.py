@@ -133,34 +133,29 @@ def _rounded_digits(digits: Tensor) -> Tensor:
     return total
 
 
-class Squares:
-    """Read tensors once, for the words of their squares."""
-
-    def sums(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> Tensor:
-        """Return the words of each group of :func:`by_group`, int64 ``[groups, WORDS]``."""
-        first = next(tensor for _, members in groups for tensor in members)
-        totals = torch.zeros(len(groups), WORDS, dtype=torch.int64, device=local_of(first).device)
-        for words, (_, members) in zip(totals, groups, strict=True):
-            for tensor in members:
-                for (chunk,) in flat_chunks(local_of(tensor)):
-                    add_squares_(words, chunk.reshape(-1))
-        return totals
-
-
 @torch.no_grad()
-def exact_squares(tensors: Sequence[Tensor], table: Squares | None = None) -> Tensor:
+def exact_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the exact sum of squares of all tensors, at least one, rounded to float64, 0-d; NaN or
     infinite if a value is.
 
     For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of
-    their meshes pass the same tensors in the same order. A ``table`` sums all by one call.
+    their meshes pass the same tensors in the same order.
 
     Cost: one read of this rank's data, and one small message.
     """
     groups = by_group(tensors)
-    parts = []
-    for (ranks, _), words in zip(groups, (table or Squares()).sums(groups), strict=True):
-        parts.append(add_up(words, ranks, "sum"))
+    device = local_of(tensors[0]).device
+    totals = torch.zeros(len(groups), WORDS, dtype=torch.int64, device=device)
+    for words, (_, members) in zip(totals, groups, strict=True):
+        for tensor in members:
+            for (chunk,) in flat_chunks(local_of(tensor)):
+                add_squares_(words, chunk.reshape(-1))
+    return total_over_ranks(totals, [ranks for ranks, _ in groups])
+
+
+def total_over_ranks(words: Tensor, ranks: Sequence[Sequence[Any]]) -> Tensor:
+    """Return the :func:`rounded_total` of words ``[groups, WORDS]``, each summed over ranks."""
+    parts = [add_up(part, members, "sum") for part, members in zip(words, ranks, strict=True)]
     return rounded_total(torch.stack(parts).sum(0))
 
 

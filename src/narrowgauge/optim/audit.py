@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
-from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.sample import Sample
-from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.table import Batch
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.sample import TURN, Sample
+from narrowgauge.optim.table import Batch, Part
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.torch_support.torch_names import HostCopy
 
@@ -175,6 +174,7 @@ class Auditor:
     """Audit one optimizer's tensors.
 
     Attributes:
+        every: steps between audits; 0 never audits.
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 11]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
@@ -183,36 +183,37 @@ class Auditor:
     """
 
     def __init__(self) -> None:
+        self.every = 0
         self.fresh: list[tuple[Sample, int, HostCopy]] = []
         self.last: Tensor | None = None
         size = 0, WINDOW, len(UPDATE_SUMS) + 1
         self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.places: dict[Tensor | None, int] = {}
         self._stalled: set[int] = set()
-        self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
+        self._followed: list[tuple[Sample, Part]] = []
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
-    def before(self, batch: Batch, audit_every: int) -> None:
+    def before(self, batch: Batch) -> None:
         """Read what the next step reads of the samples. Call :meth:`after` when it has written."""
-        for numbers, members in batch.items():
-            states = [state for state in members if state.parameter.numel()]
-            if not states:
+        is_rule = isinstance(batch.kernel.rule, Rule)
+        for part in batch.parts:
+            is_audited = (part.step + 1) % self.every == 0
+            if not part.owners or not (is_audited or is_rule):
                 continue
-            is_audited = (states[0].step + 1) % audit_every == 0
-            if is_audited or not numbers.kernel.is_matrix:
-                sample = self._samples.get(states[0].owner)
-                if sample is None or not sample.fits(states, is_audited):
-                    sample = Sample(states)
-                    self._samples[states[0].owner] = sample
-                sample.follow(states, numbers, is_audited)
-                self._followed.append((sample, states, numbers))
+            sample = self._samples.get(part.owners[0])
+            is_next = sample and (sample.key, sample.step) == (part.key, part.step)
+            if not sample or not is_next or part.step % TURN == 0:
+                sample = self._samples[part.owners[0]] = Sample(batch, part)
+            sample.follow(batch, part, is_audited)
+            self._followed.append((sample, part))
 
-    def after(self) -> None:
+    def after(self, batch: Batch) -> None:
         """Compare what was stored with what was intended."""
-        for sample, states, numbers in self._followed:
+        for sample, part in self._followed:
             sample.step += 1
-            if sample.lane is not None:
-                self.fresh.append((sample, sample.step, HostCopy(sample.sums(states, numbers))))
+            if sample.before is not None:
+                self.fresh.append((sample, sample.step, HostCopy(sample.sums(batch, part))))
+                sample.before = None
         self._followed = []
 
     def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> list[int]:
@@ -239,19 +240,16 @@ class Auditor:
             self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
             places = self._append(sample.owners, sums, step)
             metrics = read(self.windows[places])
-            for number, stalls in enumerate(metrics["stalls"].tolist()):
-                if not stalls:
-                    self._stalled.discard(places[number])
-                    continue
-                # A stochastic storage stores rare updates on average, and a window may contain few.
-                is_chance = False
-                if storage.weight.rounding == "stochastic":
-                    is_mean = metrics["at_end"][number] <= MOST_AT_END
-                    is_chance = bool(is_mean & (metrics["num_moved"][number] < FEWEST_MOVED))
-                if places[number] not in self._stalled and not is_chance:
+            # A stochastic storage stores rare updates on average, and a window may contain few.
+            is_mean = metrics["at_end"] <= MOST_AT_END
+            is_chance = is_mean & (metrics["num_moved"] < FEWEST_MOVED)
+            is_chance &= storage.weight.rounding == "stochastic"
+            self._stalled -= {places[x] for x in (~metrics["stalls"]).nonzero()}
+            for number in (metrics["stalls"] & ~is_chance).nonzero():
+                if places[number] not in self._stalled:
                     self._stalled.add(places[number])
                     name = names_of().get(sample.owners[number], "")
-                    reading = reading_of(metrics, number)
+                    reading = reading_of(metrics, int(number))
                     alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         if self.last is not None:
             last_step = max(step for _, step, _ in self.fresh)

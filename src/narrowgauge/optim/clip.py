@@ -8,15 +8,14 @@ does not wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.rounding import reciprocal, sqrt
-from narrowgauge.optim.norm import SquaresTable, sums_on
 from narrowgauge.torch_support.torch_names import to_device
 
 
@@ -37,38 +36,48 @@ def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     return torch.stack([scale, skip.to(scale.dtype), unscaled])
 
 
-@torch.no_grad()
+def decide_on_host(norm: float, options: Iterable[float]) -> list[float]:
+    """Return what :func:`decide` computes, with the same bits, by NumPy's float32."""
+    with np.errstate(all="ignore"):
+        size, max_norm, grad_scale, found_inf, one, least = map(
+            np.float32, (norm, *options, 1, 1e-6)
+        )
+        scale = one / grad_scale
+        factor = scale
+        if size < math.inf and max_norm < math.inf:
+            factor = scale * min(one / (size * scale + least) * max_norm, one)
+        skip = found_inf != 0 or not size < math.inf
+        return [float(factor), float(skip), float(size / grad_scale)]
+
+
 def step_control(
-    gradients: Sequence[Tensor], tables: dict[torch.device, SquaresTable] | None, *,
-    max_norm: float | None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    squares: Tensor | None, device: torch.device, *, max_norm: float | None, grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the scalars of ``CONTROL``, float32 ``[2]``, and the norm of all unscaled gradients if
     it is used. Then a step whose norm is not finite is skipped.
 
     Args:
-        gradients: on one device.
-        tables: of the kernels that compute norms, kept between steps; ``None`` uses no kernel.
+        squares: the exact sum of the squares of the gradients; ``None`` without ``max_norm``.
+        device: of the gradients.
         max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
         grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a
             gradient that is not finite; 0-d.
     """
-    device = local_of(gradients[0]).device
-    values = [1.0, 0.0, math.inf if max_norm is None else max_norm]
-    limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
-    if max_norm is None and grad_scale is found_inf is None:
-        return limits[:2], None
-    scale, is_bad, limit = limits.unbind()
-    norm = torch.zeros_like(limit)
-    if max_norm is not None:
-        table = None
-        if tables is not None and sums_on(gradients):
-            if device not in tables:
-                tables[device] = SquaresTable(device)
-            table = tables[device]
-        norm = sqrt(exact_squares(gradients, table=table)).float()
-    if grad_scale is not None:
-        scale = grad_scale.to(limit).view(())
-    if found_inf is not None:
-        is_bad = found_inf.to(limit).view(())
-    decision = decide(norm, (limit, scale, is_bad))
-    return decision[:2], decision[2] if max_norm is not None else None
+    options: list[Any] = [math.inf if max_norm is None else max_norm, 1.0, 0.0]
+    if squares is grad_scale is found_inf is None:
+        return to_device(torch.tensor(options[1:], dtype=torch.float32, device="cpu"), device), None
+    is_host = device.type == "cpu"
+    if not is_host:
+        options = list(to_device(torch.tensor(options, dtype=torch.float32, device="cpu"), device))
+    for place, value in enumerate((grad_scale, found_inf), start=1):
+        if value is not None:
+            options[place] = float(value) if is_host else value.to(options[0]).view(())
+    if is_host:
+        norm = math.sqrt(squares or 0.0)
+        numbers = decide_on_host(norm, options)
+        decision = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    else:
+        size = options[0].new_zeros(()) if squares is None else sqrt(squares).float()
+        decision = decide(size, options)
+    return decision[:2], None if squares is None else decision[2]

@@ -427,13 +427,3 @@ def write_parts(storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor]
     for field, value in zip(_parts_of(storage, name), parts, strict=True):
         fields[field.name] = encode(field, value, None, into)
     return fields
-
-
-# ── what an audit reads ───────────────────────────────────────────────────────────────────────────
-
-
-def weight_after(storage: Storage, lane: Lane, visible: Tensor, fields: Fields) -> Tensor:
-    """Return the stored weight after a step, of the bits that it writes."""
-    field = fields_of(storage)["weight"]
-    words = [fields.get(field.name, lane.visible)] * field.plane  # the last one is read
-    return read_weight(storage, Lane(visible, lane.gradient, words, {}))

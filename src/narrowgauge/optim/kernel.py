@@ -133,23 +133,21 @@ def advance(
 
 
 class Kernel:
-    """Name the step of one (rule, storage), and say how it ran.
+    """Name the step of one (rule, storage).
 
     For a matrix rule it only averages, and writes the change that the rule computed on a whole
     matrix.
 
     Attributes:
-        how_it_ran: in the last step: a language, or why the definition ran. ``None`` if nothing was
-            stepped.
+        names: of the tensors of a state that a kernel reads, in the order of its table.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule = rule
         self.storage = storage
-        self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
-        # Each step asks these for each tensor.
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
-        self.specs: dict[Any, Any] = {}  # tensors of a state, by shapes
+        self.names = [plane.name for plane in self.planes]
+        self.names += [f"{name}_bound" for name in self.scaled]
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}

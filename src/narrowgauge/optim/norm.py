@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.exact_sums import WORDS, Squares, exact_squares
+from narrowgauge.numerics.dtensor import by_group, local_of
+from narrowgauge.numerics.exact_sums import WORDS, exact_squares, total_over_ranks
 from narrowgauge.optim.step_cpp import norm_functions
-from narrowgauge.optim.table import FORMATS, Programs
+from narrowgauge.optim.table import FORMATS, Table, addresses_of
 from narrowgauge.torch_support.proof import draw, first_difference, why_not
 
 SPAN = 8192
@@ -26,34 +25,42 @@ SLOTS = 16
 """Partial sums: additions to one address wait for each other."""
 
 
-class SquaresTable(Squares):
-    """Sum the squares of tensors of ``FORMATS`` on one device, by a kernel."""
+class SquaresTable:
+    """Sum the squares of tensors of ``FORMATS`` on one device, by a kernel.
 
-    def __init__(self, device: torch.device) -> None:
-        self.programs = Programs(device, norm_functions, 2)
+    Attributes:
+        ranks: that add up the sums of each group of tensors.
+    """
 
-    def sums(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> Tensor:
-        """Return the words of each group, int64 ``[groups, WORDS]``."""
-        tensors = []
-        for _, members in groups:
-            tensors += [local_of(tensor).contiguous() for tensor in members]
-        programs = self.programs
-        programs.lay_out([(1, x.numel()) for x in tensors])
-        programs.rows["addresses"][:, 1] = [x.data_ptr() for x in tensors]
-        programs.rows["format"] = [FORMATS[x.dtype] for x in tensors]
-        programs.rows["number"] = np.repeat(np.arange(len(groups)), [len(x) for _, x in groups])
-        programs.send()
-        shape = len(groups), SLOTS, WORDS
-        words = torch.zeros(shape, dtype=torch.int64, device=programs.device)
-        programs.call("squares", words, SLOTS, WORDS=WORDS)
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.ranks = []
+        numbers: dict[int, int] = {}
+        for number, (ranks, members) in enumerate(by_group(tensors)):
+            self.ranks.append(ranks)
+            numbers |= dict.fromkeys(map(id, members), number)
+        forms = [(1, local_of(tensor).numel()) for tensor in tensors]
+        self.table = Table(local_of(tensors[0]).device, norm_functions, 2, forms)
+        self.table.rows["format"] = [FORMATS[tensor.dtype] for tensor in tensors]
+        self.table.rows["number"] = [numbers[id(tensor)] for tensor in tensors]
+
+    def words_at(self, addresses: Any) -> Tensor:
+        """Return the words of each group of tensors at addresses, int64 ``[groups, WORDS]``."""
+        self.table.rows["addresses"][:, 1] = addresses
+        shape = len(self.ranks), SLOTS, WORDS
+        words = torch.zeros(shape, dtype=torch.int64, device=self.table.device)
+        self.table.call("squares", words, SLOTS, WORDS=WORDS)
         return words.sum(1)
 
 
-def sums_on(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a :class:`SquaresTable` sums the squares of tensors."""
-    device = local_of(tensors[0]).device
-    if any(tensor.dtype not in FORMATS for tensor in tensors):
-        return False
+def squares_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
+    """Return :func:`~narrowgauge.numerics.exact_sums.exact_squares` of tensors of ``FORMATS``."""
+    table = SquaresTable(tensors)
+    memory = [local_of(tensor).contiguous() for tensor in tensors]
+    return total_over_ranks(table.words_at(addresses_of(memory)), table.ranks)
+
+
+def sums_on(device: torch.device) -> bool:
+    """Return whether a :class:`SquaresTable` sums on a device."""
     name = "the norm of all tensors"
     return not why_not(name, name, device, lambda: difference(device))
 
@@ -65,5 +72,5 @@ def difference(device: torch.device) -> str:
         for size in (1, SPAN, SPAN + 9):
             for edges in (False, True):
                 cases.append(draw(dtype, (size,), edges=edges, seed=size))
-    actual = exact_squares([x.to(device) for x in cases], table=SquaresTable(device)).cpu()
+    actual = squares_by_kernel([x.to(device) for x in cases]).cpu()
     return first_difference("the sum of squares", actual, exact_squares(cases))

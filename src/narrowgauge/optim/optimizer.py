@@ -19,15 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sendable
+from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import step_control
-from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import check_members, loaded_groups, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
-from narrowgauge.optim.norm import SquaresTable
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
     KEPT,
@@ -38,10 +36,9 @@ from narrowgauge.optim.parameter_formats import (
     refuse_shared_memory,
     round_in_place,
 )
+from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State
-from narrowgauge.optim.step import Step
-from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_choice, require_number
@@ -102,6 +99,7 @@ class Optimizer(torch.optim.Optimizer):
     # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
     scales_loss = False
     _stepped = False
+    _roster: Roster | None = None
     _is_complete = False
     _uncompiled: Callable[..., Any] | None = None
     # Whether the last step was skipped, while this is on a device, and its counts of steps.
@@ -143,9 +141,8 @@ class Optimizer(torch.optim.Optimizer):
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
+        self.ran: dict[str, str] = {}
         self._names: dict[Tensor, str] = {}
-        self._tables: dict[Kernel, Table] = {}
-        self._norm_tables: dict[torch.device, SquaresTable] = {}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -277,11 +274,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.ran_compiled()
             {'adamw/word': 'C++'}
         """
-        codes = {}
-        for (rule, storage), kernel in self.kernels.used.items():
-            if kernel.how_it_ran is not None:
-                codes[f"{rule}/{storage.name}"] = kernel.how_it_ran
-        return codes
+        return dict(self.ran)
 
     def adopt(
         self,
@@ -415,75 +408,58 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
-        if not self._stepped:
-            names = self.parameter_names()
-            validation.check_seeds(self.param_groups, names)
-            validation.check_members(names, self.state)
-        gradients: list[Tensor] = []
-        states: list[LocalState] = []
-        work = []
-        for place, group in enumerate(self.param_groups):
-            validation.check_was_added(place, group)
-            validation.check_options(group, self.rule)
-            members = self._with_gradient(group, gradients)
-            work.append((group, members))
-            states += members
-        if not states:
+        before, self._roster = self._roster, None  # an error ends what was checked
+        roster = before
+        if before is None or not before.fits(self):
+            if not self._stepped:
+                names = self.parameter_names()
+                validation.check_seeds(self.param_groups, names)
+                validation.check_members(names, self.state)
+            roster = Roster(self)
+        if roster is None or not roster.owners:
             return
-        device = validation.device_of_step([state.parameter for state in states])
         self._stepped = True
+        control, may_skip = self._decide(roster)
+        # Autocast would round the operands of matrix rules.
+        with torch.autocast(control.device.type, enabled=False):
+            roster.step.run(roster.batches, self.param_groups, control, self.audit_every)
+        self._count(roster, control, may_skip)
+        if roster is not before:
+            roster.keep(self, before)
+        roster.forget()
+        self._roster = roster
+        if control.is_cpu:  # which has nothing to wait for
+            self.settle()
+
+    def _decide(self, roster: Roster) -> tuple[Tensor, bool]:
+        """Return the scalars of ``CONTROL``, and whether they may skip the step."""
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         if self.scales_loss and found_inf is None:
-            validation.refuse_unscaled(gradients)
-        for kernel in self.kernels.used.values():
-            kernel.how_it_ran = None
-        tables = None if self.compile is False else self._norm_tables
+            validation.refuse_unscaled(roster.gradients)
+        squares = None
+        if self.max_grad_norm is not None:
+            squares = roster.squares()
         control, norm = step_control(
-            gradients, tables, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf
+            squares, roster.step.device, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf,
         )  # fmt: skip
         if norm is not None:
             self.grad_norm = norm
         self.last_control = control
-        # Autocast would round the operands of matrix rules.
-        with torch.autocast(device.type, enabled=False):
-            Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        counts = [state.entry["step"].fill_(state.step + 1) for state in states]
+        return control, norm is not None or found_inf is not None
+
+    def _count(self, roster: Roster, control: Tensor, may_skip: bool) -> None:
+        """Count a step: also a skipped one where this is not known yet, which settles later."""
         skip = None
-        if norm is not None or found_inf is not None:
+        if may_skip:
             skip = HostCopy(control[1])
+        counts: list[Tensor] = []
+        if not control.is_cpu:
+            counts = roster.steps()
         self._pending = skip, counts
-        if control.is_cpu:  # which has nothing to wait for
-            self.settle()
-
-    def _with_gradient(self, group: Group, gradients: list[Tensor]) -> list[LocalState]:
-        """Return the states of a group's parameters that have a gradient, with it.
-
-        Make missing ones, and collect the gradients, in the parameters' formats or float32.
-        """
-        members = []
-        for parameter in group["params"]:
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                continue
-            dtype = gradient.dtype
-            if dtype is not parameter.dtype and dtype is not torch.float32:
-                gradient = gradient.float()
-            gradients.append(gradient)
-            members.append((parameter, gradient))
-        self.make_missing(group, [parameter for parameter, _ in members])
-        states = []
-        for parameter, gradient in members:
-            state = self.kernels.local_part(group, parameter, self.state[parameter])
-            local = local_of(gradient)
-            if local.layout is not torch.strided or local.shape != state.parameter.shape:
-                validation.refuse_gradient(parameter, gradient)
-            if local.is_neg():  # a kernel reads memory
-                local = local.resolve_neg()
-            state.gradient = local
-            states.append(state)
-        return states
+        if not control.is_cpu or not control[1]:
+            roster.count()
 
     def settle(self) -> None:
         """Finish the last step: read the skip decision and the audit from the device, and raise
@@ -495,8 +471,10 @@ class Optimizer(torch.optim.Optimizer):
         self._pending = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
-            torch._foreach_add_(counts, -1)
             self.auditor.fresh.clear()
+            if counts:
+                torch._foreach_add_(counts, -1)
+                self._roster = None  # which counted the step
         alarms = self.auditor.collect(self.parameter_names)
         if alarms:
             self.on_alarm(alarms)
@@ -566,8 +544,8 @@ class Optimizer(torch.optim.Optimizer):
         if is_copy:
             self.kernels = Kernels(self.rule)
         self._pending = None
+        self._roster = None
         self.auditor = Auditor()
-        self._tables.clear()
 
 
 _COPIED = (

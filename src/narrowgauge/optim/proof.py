@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState, new_state
-from narrowgauge.optim.table import Table
+from narrowgauge.optim.table import step_alone
 from narrowgauge.optim.values import stored
 from narrowgauge.optim.walk import integers_of
 from narrowgauge.spec.storages import Storage
@@ -56,7 +57,7 @@ def difference(rule: AnyRule, storage: Storage, device: torch.device) -> str:
         run(expected, numbers)
         pairs.append((actual, expected))
     states = [actual for actual, _ in pairs]
-    Table(rule, storage, device).step({numbers: states}, to_device(control, device))
+    step_alone(states, replace(numbers, control=to_device(control, device)), device)
     for ours, theirs in pairs:
         found = _difference_of(ours, theirs)
         if found:

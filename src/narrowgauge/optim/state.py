@@ -107,7 +107,8 @@ class LocalState:
             value may exceed its bound: the window ends at 1.7 times the power of two above.
         form: rows and columns.
         extras: a matrix rule's states that are separate from the weight, float32.
-        step: the number of steps taken.
+        step: the number of steps taken. Its tensor is float32 on the CPU.
+        place: of its first stream among the tensors of a step.
         gradient: set for a step.
         change: of a matrix rule, float32 in the parameter's shape: during a step the averaged
             gradient, then the change.
@@ -124,10 +125,11 @@ class LocalState:
         if not self.parameter.is_contiguous():
             refuse_overlap(owner)
         step = entry["step"]
-        if isinstance(step, Tensor) and not step.is_cpu:
-            # A script moved the state to a device. Reading it there would wait at each step.
-            step = entry["step"] = step.cpu()
+        # A script may have set a number, or moved it to a device, where a step would wait for it.
+        if type(step) is not Tensor or not step.is_cpu or step.dtype is not torch.float32:
+            step = entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         self.step = int(step)
+        self.place = 0
         self.gradient: Any = None
         self.change: Any = None
         if not kernel.packed_names.isdisjoint(entry):
@@ -138,10 +140,7 @@ class LocalState:
             )
         dims = row_dims(owner.shape) if kernel.scaled else 0
         self.form = as_rows(self.parameter.shape, dims)
-        key = self.parameter.shape, owner.shape
-        specs = kernel.specs.get(key)  # each step asks for each tensor
-        if specs is None or extras:
-            specs = kernel.specs[key] = specs_of(owner, kernel, extras)
+        specs = specs_of(owner, kernel, extras)
         device = self.parameter.device
         self.tensors: dict[str, Tensor] = {}
         for name, (dtype, shape) in specs.items():
@@ -156,6 +155,14 @@ class LocalState:
         self.planes = {plane.name: self.tensors[plane.name] for plane in kernel.planes}
         self.bounds = {name: self.tensors[f"{name}_bound"] for name in kernel.scaled}
         self.extras = {name: self.tensors[name] for name in extras}
+
+    def streams(self) -> list[Tensor]:
+        """Return the tensors that a kernel reads and writes, in the order of its table."""
+        streams = [self.parameter, self.gradient]
+        streams += [self.tensors[name] for name in self.kernel.names]
+        if self.change is not None:  # of a matrix rule, whose states have no bounds
+            streams.append(self.change)
+        return streams
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is

@@ -214,8 +214,8 @@ def _library(text: str, **signatures: str) -> ctypes.CDLL:
 
 @lru_cache(None)
 def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
-    """Return a library with ``step``, and ``gather`` of an audit."""
-    return _library(library_text(rule, storage), step="pp", gather="pp")
+    """Return a library with ``step``, ``gather`` of an audit, and ``add`` of counts."""
+    return _library(library_text(rule, storage), step="pp", gather="pp", add="")
 
 
 @lru_cache(None)

@@ -16,20 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import step_cpp
-from narrowgauge.optim.kernel import Numbers
+from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.planes import BLOCK
-from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.step_cpp import row_of
-from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.proof import CPP, language_on
 from narrowgauge.torch_support.torch_names import to_device
@@ -47,44 +44,33 @@ BLOCKS_ON_GPU = 4
 """Blocks of a program there."""
 TRITON_MODULE = "narrowgauge.optim.step_triton"
 
-Batch = Mapping[Numbers, Sequence[LocalState]]
-"""The numbers of a step, and the states that it steps with them."""
 
-
-class Programs:
-    """Hold the table of some tensors on one device, and the tensor of each program.
-
-    Its memory stays while tensors of the same sizes are read.
+class Table:
+    """Hold the rows of some tensors on one device, and the tensor of each program.
 
     Args:
         library: returns the kernels of a CPU. Those of a GPU are a module.
+        forms: the rows and columns of each tensor. Without scales it is one row.
+        num_bounds: the last addresses, which are those of bounds.
 
     Attributes:
-        rows, numbers: on the host, NumPy's.
+        rows: on the host, NumPy's.
         tiles: on the device.
     """
 
     def __init__(
-        self, device: torch.device, library: Callable[[], CDLL], num_addresses: int, num_scalars: int = 0
+        self, device: torch.device, library: Callable[[], CDLL], num_addresses: int, forms: Sequence[tuple[int, int]],
+        num_bounds: int = 0,
     ) -> None:  # fmt: skip
         self.device = device
         self.is_cpp = language_on(device) == CPP
+        self.num_whole = num_addresses - num_bounds
         if self.is_cpp:
             self.kernels: Any = library()
         else:
             self.kernels = triton.load(TRITON_MODULE, device.type == "cpu")
         addresses = "addresses", np.int64, (num_addresses,)
-        self.columns = np.dtype([addresses, *[(name, np.int64) for name in SIZES]])
-        self.numbers = np.zeros((0, num_scalars), np.float32)
-        self._forms: list[tuple[int, int]] = []
-
-    def lay_out(self, forms: Sequence[tuple[int, int]], num_numbers: int = 0) -> None:
-        """Lay out the memory for tensors of rows and columns. Without scales a tensor is one row."""
-        if forms == self._forms and num_numbers == len(self.numbers):
-            return
-        self._forms = list(forms)
-        self.rows = np.zeros(len(forms), self.columns)
-        self.numbers = np.zeros((num_numbers, self.numbers.shape[1]), np.float32)
+        self.rows: Any = np.zeros(len(forms), [addresses, *[(name, np.int64) for name in SIZES]])
         num_rows, columns = np.array(forms, np.int64).reshape(-1, 2).T
         counts = num_rows * -(-columns // BLOCK)
         extents = np.full_like(counts, BLOCKS_ON_GPU)
@@ -96,24 +82,11 @@ class Programs:
         self.rows["columns"] = columns
         self.rows["first"] = np.cumsum(programs) - programs
         tiles = np.repeat(np.arange(len(forms), dtype=np.int32), programs)
-        self.tiles = to_device(torch.from_numpy(tiles), self.device)
-
-    def send(self, num_bounds: int = 0) -> Any:
-        """Copy the table and the numbers to a GPU, and return the address of the numbers. The last
-        addresses of the table are those of bounds.
-        """
-        if self.is_cpp:
-            return self.numbers.ctypes.data
-        addresses = self.rows["addresses"]
-        is_whole = (addresses[:, : addresses.shape[1] - num_bounds] % 16 == 0).all(1)
-        is_one_row = self.rows["count"] * BLOCK < self.rows["columns"] + BLOCK
-        self.rows["aligned"] = is_whole & (is_one_row | (self.rows["columns"] % 16 == 0))
-        self._table = to_device(torch.from_numpy(self.rows.view(np.int64)), self.device)
-        return to_device(torch.from_numpy(self.numbers), self.device)
+        self.tiles = to_device(torch.from_numpy(tiles), device)
 
     def call(self, name: str, *arguments: Any, **constants: Any) -> None:
         """Run a kernel over all programs, with its arguments after the table and the programs, and
-        on a GPU its constants.
+        on a GPU its constants. Tensors of the host are copied to a GPU.
         """
         if not len(self.tiles):
             return
@@ -124,62 +97,151 @@ class Programs:
                 pointers.append(x.data_ptr() if isinstance(x, Tensor) else x)
             function(*pointers, torch.get_num_threads())
             return
+        is_whole = (self.rows["addresses"][:, : self.num_whole] % 16 == 0).all(1)
+        is_one_row = self.rows["count"] * BLOCK < self.rows["columns"] + BLOCK
+        self.rows["aligned"] = is_whole & (is_one_row | (self.rows["columns"] % 16 == 0))
+        on_device = [torch.from_numpy(self.rows.view(np.int64)), self.tiles, *arguments]
+        for place, x in enumerate(on_device):
+            if isinstance(x, Tensor) and x.device != self.device:
+                on_device[place] = to_device(x, self.device)
         with torch.cuda.device_of(self.tiles):
-            function[(len(self.tiles),)](
-                self._table, self.tiles, *arguments, **constants, **triton.LAUNCH
-            )
+            function[(len(self.tiles),)](*on_device, **constants, **triton.LAUNCH)
 
 
-class Table:
-    """Step tensors of one (rule, storage) that has a kernel, on one device."""
+class Part:
+    """Name the states of a batch that share the numbers of a step.
 
-    def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
-        self.storage = storage
-        self.row = row_of(rule, storage)
-        library = partial(step_cpp.functions, rule, storage)
-        self.programs = Programs(device, library, self.row.addresses, self.row.scalars + 1)
+    Attributes:
+        place: of their param group.
+        step: the steps that they have taken.
+        states: in a step that has checked them.
+        rows: in the batch, of those with elements.
+        owners: the parameters of these.
+        key: what a sample of them depends on.
+        numbers: of a step that is taken.
+    """
 
-    def step(self, batch: Batch, control: Tensor) -> None:
-        """Step states in place, which have their gradients.
+    def __init__(self, place: int, step: int, states: Sequence[LocalState], first: int) -> None:
+        self.place = place
+        self.step = step
+        self.states = states
+        self.owners = []
+        rows = []
+        key: list[Any] = [states[0].kernel, states[0].parameter.device]
+        for row, state in enumerate(states, start=first):
+            if state.parameter.numel():
+                rows.append(row)
+                self.owners.append(state.owner)
+                key.append((id(state.owner), state.form))
+        self.rows = np.array(rows, np.int64)
+        self.key = tuple(key)
+        self.numbers: Any = None
 
-        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
-        """
-        programs = self.programs
-        states = list(chain.from_iterable(batch.values()))
-        if self.storage.scaled:
-            forms = [state.form for state in states]
-        else:
-            forms = [(1, state.parameter.numel()) for state in states]
-        programs.lay_out(forms, len(batch))
-        rows = programs.rows
+
+class Batch:
+    """Step the states of one kernel.
+
+    Attributes:
+        parts: of those that share numbers.
+        forms: rows and columns of each state.
+        formats: of its gradient, as a number.
+        index: where its streams are among the tensors of a step, int64 ``[states, streams]``, in the
+            order of the table.
+        is_dense: whether a kernel reads and writes them where they are.
+        how: the language that steps them, or why the definition does.
+        table: of a kernel; ``None`` without one.
+    """
+
+    def __init__(
+        self, kernel: Kernel, members: Mapping[tuple[int, int], Sequence[LocalState]]
+    ) -> None:
+        self.kernel = kernel
+        self.parts: list[Part] = []
+        states: list[LocalState] = []
+        for (place, step), alike in members.items():
+            self.parts.append(Part(place, step, alike, len(states)))
+            states += alike
+        self.forms = [state.form for state in states]
+        self.formats = np.array([FORMATS[state.gradient.dtype] for state in states])
+        streams = [state.streams() for state in states]
+        self.index = np.array([[state.place] for state in states]) + np.arange(len(streams[0]))
+        self.is_dense = all(tensor.is_contiguous() for part in streams for tensor in part)
+        self.how = ""
+        self.table: Table | None = None
+
+    def lay_out(self, device: torch.device) -> None:
+        """Make the table of the kernel."""
+        row = step_cpp.row_of(self.kernel.rule, self.kernel.storage)
+        forms = self.forms
+        if not row.num_scaled:
+            forms = [(1, rows * columns) for rows, columns in forms]
+        library = partial(step_cpp.functions, self.kernel.rule, self.kernel.storage)
+        self.table = Table(device, library, row.addresses, forms, row.num_scaled)
+        self.table.rows["format"] = self.formats
+        counts = [len(part.states) for part in self.parts]
+        self.table.rows["number"] = np.repeat(np.arange(len(counts)), counts)
+
+    def use(self, tensors: Sequence[Tensor], addresses: Any) -> None:
+        """Step tensors at addresses next."""
+        self.tensors = tensors
+        self.addresses = addresses
+
+    def prepare(self, groups: Sequence[Mapping[str, Any]], control: Tensor) -> None:
+        """Compute the numbers of a step from the options of param groups."""
+        for part in self.parts:
+            group = groups[part.place]
+            scalars = self.kernel.rule.prepare(group, part.step + 1)
+            key = step_seed(group["seed"], part.step + 1)
+            part.numbers = Numbers(self.kernel, control, scalars, key)
+
+    def step(self) -> None:
+        """Step all by the kernel."""
+        table: Any = self.table
+        table.rows["addresses"] = self.addresses[self.index]
         copies = []
-        for column, tensors in enumerate(self._streams(states)):
-            for place, is_dense in enumerate([tensor.is_contiguous() for tensor in tensors]):
-                if not is_dense:
-                    tensor = tensors[place]
-                    tensors[place] = tensor.contiguous()
-                    copies.append((column, tensor, tensors[place]))
-            rows["addresses"][:, column] = [tensor.data_ptr() for tensor in tensors]
-        rows["format"] = [FORMATS[state.gradient.dtype] for state in states]
-        rows["number"] = np.repeat(np.arange(len(batch)), [len(x) for x in batch.values()])
-        for row, numbers in zip(programs.numbers, batch, strict=True):
-            row[:-1] = list(map(float, numbers.scalars))
-            row[-1:].view(np.int32)[0] = numbers.key
-        scalars = programs.send(self.row.num_scaled)
-        programs.call("step", scalars, control, row=self.row)
-        for column, tensor, memory in copies:
-            if column != 1:  # a gradient is read
-                tensor.data.copy_(memory)  # which raises no version
+        if not self.is_dense:
+            for place, number in np.ndenumerate(self.index):
+                tensor = self.tensors[number]
+                copies.append((tensor, tensor.contiguous()))
+                table.rows["addresses"][place] = copies[-1][1].data_ptr()
+        row = step_cpp.row_of(self.kernel.rule, self.kernel.storage)
+        numbers = np.empty((len(self.parts), row.scalars + 1), np.float32)
+        for place, part in enumerate(self.parts):
+            numbers[place, :-1] = part.numbers.scalars
+            numbers[place, -1:].view(np.int32)[0] = part.numbers.key
+        table.call("step", torch.from_numpy(numbers), self.parts[0].numbers.control, row=row)
+        for tensor, copy in copies:
+            tensor.data.copy_(copy)  # which raises no version
         # Autograd notices a weight that was written between forward and backward pass.
-        torch.autograd.graph.increment_version([state.parameter for state in states])
+        weights = [self.tensors[place] for place in self.index[:, 0].tolist()]
+        torch.autograd.graph.increment_version(weights)
 
-    def _streams(self, states: Sequence[LocalState]) -> list[list[Tensor]]:
-        """Return the tensors of each stream of the states, in the order of the table."""
-        streams = [[state.parameter for state in states], [state.gradient for state in states]]
-        for plane in states[0].planes:
-            streams.append([state.planes[plane] for state in states])
-        if self.row.is_given:
-            streams.append([state.change for state in states])
-        for name in self.storage.scaled:
-            streams.append([state.bounds[name] for state in states])
-        return streams
+    def forget(self) -> None:
+        """Drop what holds tensors. The next forward pass needs their memory."""
+        self.tensors = []
+        for part in self.parts:
+            part.states = []
+
+
+def step_alone(states: Sequence[LocalState], numbers: Numbers, device: torch.device) -> None:
+    """Step states by the kernel, with the same numbers."""
+    tensors = streams_of(states)
+    batch = Batch(numbers.kernel, {(0, 0): states})
+    batch.parts[0].numbers = numbers
+    batch.lay_out(device)
+    batch.use(tensors, addresses_of(tensors))
+    batch.step()
+
+
+def streams_of(states: Sequence[LocalState]) -> list[Tensor]:
+    """Return the streams of states, joined. Set where those of each begin."""
+    streams: list[Tensor] = []
+    for state in states:
+        state.place = len(streams)
+        streams += state.streams()
+    return streams
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> Any:
+    """Return where tensors lie, int64."""
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))

@@ -29,6 +29,9 @@
 ``torch.utils._python_dispatch._disable_current_modes``
     Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all
     kernels when a model is prepared.
+``torch._C._dynamo.guards.TensorGuards``
+    Compare type, dtype, device, sizes and strides of all tensors of a step in one call. Alternative:
+    checking each tensor at each step, four times slower, as where the name is missing.
 ``torch.utils._pytree.tree_map_only``
     Find tensors in module inputs and outputs, also in named tuples and transformers' outputs.
     Alternative: 15 lines.
@@ -39,7 +42,7 @@ nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,6 +103,22 @@ def is_traced() -> bool:
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether a transform of ``torch.func`` is active."""
+
+
+def look_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+    """Return a check whether other tensors look as these do: by number, type, dtype, device, sizes,
+    strides and a pending negation.
+
+    It keeps no tensor. It may return ``False`` for equal tensors, as if some are one object.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:
+        return None
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return lambda others: len(others) == len(sizes) and bool(guards.check(*others))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
