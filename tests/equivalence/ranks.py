@@ -1,7 +1,8 @@
 """The ways on several ranks: four processes, started once, train every recipe in every layout.
 
-Two of them shard the model with FSDP2 while the other two replicate it with DDP; then all four
-shard and replicate it (HSDP), and three of them go on from what the first two had saved.
+Two of them shard the model with FSDP2 while the other two replicate it with DDP, then shard it with
+all states on the host; then all four shard and replicate it (HSDP), and three of them go on from what
+the first two had saved.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from equivalence.ways import (
 from narrowgauge.spec.notation import parse
 
 NUM_RANKS = 4
-WAYS = {"fsdp2": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
+WAYS = {"fsdp2": 2, "replicated": 2, "offloaded": 2, "hsdp": 4, "resumed_on_three": 3}
 """On how many ranks each way trains."""
 RECIPES_OF = {
     "fsdp2": RECIPES,
     "replicated": RECIPES,
+    "offloaded": RECIPES[::2],
     "hsdp": (*RECIPES[1::2], *MORE[:-1]),  # vectors of the last have a scale, which no ranks share
     "resumed_on_three": RECIPES,
 }
@@ -98,6 +100,16 @@ def replicated(recipe: str, mesh: Any) -> dict[str, str]:
     return fingerprint(train_in_micro_batches(reproducible(recipe, mesh, shard="none"), mesh=mesh))
 
 
+def offloaded(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
+    """Shard the model with all states on the host, and go on from a checkpoint."""
+    group = {"process_group": mesh.get_group()}
+    training = reproducible(recipe, mesh, offload=True)
+    save_dcp(train_in_micro_batches(training, range(HALF), mesh), folder / recipe, **group)
+    resumed = reproducible(recipe, mesh, offload=True, model=llama(seed=1))
+    load_dcp(resumed, folder / recipe, **group)
+    return fingerprint(train_in_micro_batches(resumed, range(HALF, STEPS), mesh))
+
+
 def by_caller(recipe: str, mesh: Any = None) -> dict[str, str]:
     """Swap, shard and sum in a loop of the caller's own, with one parameter whole."""
     row = parse(recipe)
@@ -139,6 +151,8 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
                 fingerprints["by_caller", recipe] = by_caller(recipe, half)
         else:
             fingerprints["replicated", recipe] = replicated(recipe, half)
+            if recipe in RECIPES_OF["offloaded"]:
+                fingerprints["offloaded", recipe] = offloaded(recipe, half, folder / "offloaded")
     dist.barrier()
     three = DeviceMesh("cpu", list(range(3)))
     for recipe in RECIPES_OF["hsdp"]:

@@ -28,6 +28,7 @@ from narrowgauge.numerics.dtensor import add_up, local_of, place_along, split_gr
 from narrowgauge.numerics.hashing import named_seed, signed
 from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, random_bits
 from narrowgauge.optim.codes import Lane, encode, place_tail, visible_value
+from narrowgauge.optim.parameter_formats import is_vector
 from narrowgauge.optim.planes import fields_of
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import spans
@@ -107,6 +108,6 @@ def fill_state(state: LocalState, seed: int, name: str) -> None:
     """Fill the low bits of a new state of the parameter with a name."""
     if not has_low_bits(state.storage):
         return
-    keeps_ones = state.owner.ndim < 2
+    keeps_ones = is_vector(state.owner)
     for span in spans(state, random_of(state.owner, seed, name)):
         span.store(random_low_bits(state.storage, span.lane(), span.arguments[0], keeps_ones))

@@ -418,6 +418,8 @@ class Optimizer(torch.optim.Optimizer):
             roster = Roster(self)
         if roster is None or not roster.owners:
             return
+        if not self._stepped:
+            self.kernels.warn_of_others(self.param_groups)
         self._stepped = True
         control, may_skip = self._decide(roster)
         # Autocast would round the operands of matrix rules.

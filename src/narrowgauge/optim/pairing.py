@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.parameter_formats import LONGEST_VECTOR, is_vector
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Shapes, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
@@ -37,7 +40,7 @@ class Kernels:
     def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
         """Return the kernel that steps a parameter under a group's options."""
         options = group["storage"], group.get("rule"), bool(group.get("momentum"))
-        key = *options, parameter.ndim < 2, parameter.dtype
+        key = *options, is_vector(parameter), parameter.dtype
         if key not in self._by_options:
             rule, storage = self.pair_of(group, parameter)
             kernel = self.used.setdefault((rule.name, storage), Kernel(rule, storage))
@@ -47,7 +50,7 @@ class Kernels:
     def row_of(self, group: Group, parameter: Tensor) -> Storage:
         """Return the storage that a group asks for."""
         row = validation.known_row(group["storage"])
-        if parameter.ndim < 2:
+        if is_vector(parameter):
             row = for_vectors(row)
         return row
 
@@ -59,8 +62,12 @@ class Kernels:
         """Return the rule that steps a parameter under a group's options."""
         if self.rule == PLAIN_SGD and group.get("momentum"):
             return SGD  # a schedule may ask for momentum before the first step
-        plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
-        return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+        if not isinstance(self.rule, MatrixRule):
+            return self.rule
+        if is_vector(parameter) or group.get("rule") == ADAMW.name:
+            return ADAMW
+        validation.refuse_flat(parameter, self.rule.name)
+        return self.rule
 
     def pair_of(
         self, group: Group, parameter: Tensor, visible: str | None = None
@@ -84,6 +91,24 @@ class Kernels:
                 "states always give larger new states.",
             )
         return rule, storage
+
+    def warn_of_others(self, groups: Sequence[Group]) -> None:
+        """Warn where most elements have another storage than the one that their group asks for."""
+        numbers: Counter[tuple[str, str]] = Counter()
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    storage = self.kernel_of(group, parameter).storage
+                    numbers[group["storage"], storage.name] += parameter.numel()
+        for (asked, name), number in numbers.items():
+            is_other = asked.rpartition("/")[2] != name.rpartition("/")[2]
+            if is_other and 2 * number > numbers.total() > LONGEST_VECTOR // 16:
+                warnings.warn(
+                    f"{number:,} of {numbers.total():,} elements are in storage '{name}', not "
+                    f"'{asked}', because of their format or shape. narrowgauge show storages has the "
+                    "bytes of each; flat float32 parts of a model can have 'float32-states8'.",
+                    stacklevel=3,
+                )
 
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
         """Return the local tensors of a state under a group's options. Refuse one that does not fit."""

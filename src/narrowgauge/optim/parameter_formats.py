@@ -116,6 +116,15 @@ KEPT = (
 )
 
 
+LONGEST_VECTOR = 2**20
+"""No bias or gain has as many elements: a longer vector is a flat part of a model, as ZeRO makes."""
+
+
+def is_vector(parameter: Tensor) -> bool:
+    """Return whether a parameter is a bias or a gain. The length is that of the whole parameter."""
+    return parameter.ndim < 2 and parameter.numel() < LONGEST_VECTOR
+
+
 def is_shared_by_ranks() -> bool:
     """Return whether ranks may share parameters, whose format then must stay."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -20,7 +20,7 @@ from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.parameter_formats import is_shared_by_ranks
+from narrowgauge.optim.parameter_formats import is_shared_by_ranks, is_vector
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
@@ -143,13 +143,23 @@ def _check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
     if rule.name != "muon" or group.get("rule") == ADAMW.name or has_one_rate:
         return
     for parameter in group.get("params", ()):
-        if parameter.requires_grad and parameter.ndim < 2:
+        if parameter.requires_grad and is_vector(parameter):
             raise RecipeError(
                 f"Cannot step a parameter of shape {tuple(parameter.shape)} by Muon because it is "
                 "no matrix.",
                 "Give vectors a group of their own: {'params': vectors, 'rule': 'adamw', 'lr': "
                 "3e-4}. Or set adjust_lr_fn='match_rms_adamw': one rate of AdamW serves both then.",
             )
+
+
+def refuse_flat(parameter: Tensor, rule: str) -> None:
+    """Refuse a flat part of a model in the place of its matrices."""
+    if parameter.ndim < 2:
+        raise RecipeError(
+            f"Cannot step a parameter of shape {tuple(parameter.shape)} by '{rule}' because a flat "
+            "part of a model has no matrices.",
+            "Shard by FSDP2 (fully_shard), which keeps them.",
+        )
 
 
 def device_of_step(parameters: Iterable[Tensor]) -> torch.device:
@@ -247,7 +257,9 @@ def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> 
     """Refuse states of other parameters than the optimizer's, and name parameters without a
     gradient. Call it before the first step.
     """
-    if any(isinstance(parameter, Tensor) and parameter not in names for parameter in states):
+    # ZeRO 3 shows one part a step: states of none of the parameters alone are others'.
+    owners = {owner for owner in states if isinstance(owner, Tensor)}
+    if owners and not owners & names.keys():
         raise RecipeError(
             "Cannot step because other parameters took the place of those that have states.",
             "After accelerator.prepare call "

@@ -1,0 +1,88 @@
+"""DeepSpeed's own engine on the CPU: ZeRO 1, 2 and 3 with the optimizer's states on the host step by
+the storage that was asked for, and go on from a checkpoint with equal bits.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from ranks import run_ranks
+
+pytestmark = pytest.mark.frameworks
+
+SIDE = 512
+STEPS = 4
+LARGEST_BYTES = {1: 2.1, 2: 2.1, 3: 3.0}
+"""Of states, a parameter; ZeRO 3 has a short part in float32 beside the long one."""
+
+
+def engine_of(stage: int) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(SIDE, 4 * SIDE),
+        nn.LayerNorm(4 * SIDE),
+        nn.GELU(),
+        nn.Linear(4 * SIDE, 2 * SIDE),
+        nn.GELU(),
+        nn.Linear(2 * SIDE, SIDE),
+    )
+    offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 2_000_000}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": offload,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage="float32-states8")
+    parameters = model.parameters()
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, model_parameters=parameters
+    )[0]
+
+
+def losses(engine: Any, steps: range) -> list[float]:
+    values = []
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(4, SIDE, generator=draw).bfloat16()
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        values.append(loss.item())
+    return values
+
+
+def on_a_rank(rank: int, stage: int, folder: Path) -> tuple[list[float], list[float], float]:
+    """Return the losses of a run and of its resume, and the bytes of states a parameter."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
+    engine = engine_of(stage)
+    losses(engine, range(STEPS))
+    engine.save_checkpoint(str(folder), tag="half")
+    rest = losses(engine, range(STEPS, 2 * STEPS))
+    states = engine.optimizer.optimizer.state
+    num_bytes = sum(value.nbytes for state in states.values() for value in state.values())
+    again = engine_of(stage)
+    again.load_checkpoint(str(folder), tag="half")
+    resumed = losses(again, range(STEPS, 2 * STEPS))
+    return rest, resumed, num_bytes / sum(part.numel() for part in states)
+
+
+@pytest.mark.parametrize("stage", LARGEST_BYTES)
+def test_zero_steps_by_the_storage_and_resumes(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    ((rest, resumed, num_bytes),) = run_ranks(on_a_rank, 1, tmp_path, stage, tmp_path)
+    assert rest == resumed
+    assert rest[-1] < rest[0]
+    assert num_bytes < LARGEST_BYTES[stage]

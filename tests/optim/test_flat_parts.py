@@ -1,0 +1,75 @@
+"""A long vector is a flat part of a model, as DeepSpeed's ZeRO makes, and neither gain nor bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.errors import RecipeError
+from narrowgauge.optim import GaLore
+from narrowgauge.optim.parameter_formats import LONGEST_VECTOR
+
+
+def vector(length: int = LONGEST_VECTOR, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    weight = nn.Parameter(torch.ones(length, dtype=dtype))
+    weight.grad = torch.full_like(weight, 1e-3)
+    return weight
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return list(optimizer.param_groups[0]["params"])
+
+
+def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
+    """Elements of 1 keep low bits of zero in a gain alone."""
+    stored = {}
+    for shape in ((LONGEST_VECTOR,), (1, LONGEST_VECTOR)):
+        weight = vector()
+        weight.data = weight.data.view(shape)
+        weight.grad = torch.full_like(weight, 1e-3)
+        optimizer = ng.AdamW([("weight", weight)], storage="word", low_bits="random")
+        optimizer.step()
+        assert optimizer.bytes_per_param() < 8.1
+        stored[len(shape)] = optimizer.stored(weight).flatten()
+    assert torch.equal(stored[1], stored[2])
+    assert len(stored[1].unique()) > 100
+
+
+def test_a_storage_that_most_elements_do_not_have_is_named() -> None:
+    optimizer = ng.AdamW([("weight", vector(LONGEST_VECTOR - 1))], storage="word")
+    with pytest.warns(UserWarning, match="1,048,575 of 1,048,575 elements are in storage 'master'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [ng.Muon, GaLore])
+def test_a_flat_part_has_no_matrices(kind: Any) -> None:
+    matrix = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = kind([matrix], lr=1e-3)
+    optimizer.param_groups[0]["params"] = [vector()]
+    with pytest.raises(RecipeError, match="because a flat part of a model has no matrices"):
+        optimizer.step()
+
+
+def test_parts_that_are_shown_in_turn_step_after_a_load() -> None:
+    """ZeRO 3 shows an optimizer one part of its parameters a step."""
+    optimizers = []
+    for _ in range(2):
+        parts = [("first", vector(9, torch.float32)), ("second", vector(8, torch.float32))]
+        optimizers.append(ng.AdamW(parts, storage="float32"))
+    trained, resumed = optimizers
+    trained.step()
+    for part, value in zip(parts_of(resumed), parts_of(trained), strict=True):
+        part.data.copy_(value.detach())
+    resumed.load_state_dict(trained.state_dict())
+    for optimizer in optimizers:
+        parts = parts_of(optimizer)
+        for part in parts:
+            optimizer.param_groups[0]["params"] = [part]
+            optimizer.step()
+        optimizer.param_groups[0]["params"] = parts
+    for part, value in zip(parts_of(resumed), parts_of(trained), strict=True):
+        assert torch.equal(part, value)
