@@ -28,8 +28,7 @@ def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
     """Elements of 1 keep low bits of zero in a gain alone."""
     stored = {}
     for shape in ((LONGEST_VECTOR,), (1, LONGEST_VECTOR)):
-        weight = vector()
-        weight.data = weight.data.view(shape)
+        weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
         weight.grad = torch.full_like(weight, 1e-3)
         optimizer = ng.AdamW([("weight", weight)], storage="word", low_bits="random")
         optimizer.step()

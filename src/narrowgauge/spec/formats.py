@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from typing import Literal
 
 from narrowgauge.errors import FormatError, suggestion
+from narrowgauge.spec.toml import load_data
 
 Kind = Literal["float", "int", "scale"]
 Specials = Literal["ieee", "all_ones", "none"]
@@ -121,28 +122,9 @@ class Format:
         return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
 
-_IEEE = "IEEE 754-2019, section 3.4"
-_OCP8 = "OCP 8-bit Floating Point Specification v1.0; Micikevicius et al., arXiv 2209.05433"
-_MX = "OCP Microscaling Formats (MX) Specification v1.0"
-_INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
-
-_FORMATS = (
-    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64", _IEEE),
-    Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
-    Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
-    Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),
-    Format(
-        "bfloat16", 16, 8, 7, 127, "ieee", "range of float32, 8 significant bits: weights and activations",
-        "Intel BFLOAT16 Hardware Numerics Definition, 2018; Kalamkar et al., arXiv 1905.12322",
-    ),
-    Format("float8_e4m3fn", 8, 4, 3, 7, "all_ones", "forward matmuls: weights and activations", _OCP8),
-    Format("float8_e5m2", 8, 5, 2, 15, "ieee", "backward matmuls: gradients, which need range", _OCP8),
-    Format("float8_e8m0fnu", 8, 8, 0, 127, "all_ones", "the scale of an MX block", _MX, kind="scale"),
-    Format("float4_e2m1fn", 4, 2, 1, 1, "none", "MXFP4 and NVFP4 elements", _MX),
-    Format("int8", 8, 0, 7, 0, "none", "integer matmuls, codes with a scale", _INT, kind="int"),
-)  # fmt: skip
-
-FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}
+FORMATS: dict[str, Format] = {
+    name: Format(name=name, **row) for name, row in load_data("formats").items()
+}
 
 
 def dtype_name(dtype: object) -> str:

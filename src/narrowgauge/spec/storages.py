@@ -10,14 +10,18 @@ between processors. It is stored as the positive quiet NaN. A code without NaN s
 positive value (a float16 weight infinity).
 
 "Nearest" means ties to even. A :class:`Storage` names a code for the weight and for each moment.
-The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
+The optimizer, tests, documentation and ``narrowgauge show`` read the same table,
+``data/storages.toml``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, get_args
+
+from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.values import require_choice
 
 Rounding = Literal["nearest", "stochastic"]
 Word = tuple[tuple[str, int], ...]
@@ -100,40 +104,9 @@ class Code:
         return self.lowest + (1 << self.exponent_bits) - 3 + self.is_window
 
 
-CODES: dict[str, Code] = {
-    "float64": Code("float64", 11, 52, lowest=-1022),
-    "float32": Code("float32", 8, 23),
-    "bfloat16": Code("bfloat16", 8, 7),
-    "bfloat16-stochastic": Code("bfloat16", 8, 7, rounding="stochastic"),
-    "bfloat16-pair": Code("bfloat16 + bfloat16", 8, 7, parts=2),
-    "tail16": Code("bfloat16 + 16-bit tail", 8, 23),
-    "tail8": Code("bfloat16 + 8-bit tail", 8, 15, rounding="stochastic"),
-    "float16-tail": Code("float16 + 13-bit tail", 8, 23),
-    "float16": Code("float16", 5, 10, lowest=-14),
-    "float16-stochastic": Code("float16", 5, 10, rounding="stochastic", lowest=-14),
-    # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by
-    # epsilon alone.
-    "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
-    "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
-    # The windows of `word`: the second moment needs twice the binades of the first, and both are
-    # placed so that gradients from 2^-38 to 2^24 survive.
-    "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-38),
-    "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-76, hold=True),
-    # Windows that end at the power of two above their block's amax. Normal values of e5 reach down to
-    # 2^-30 of it.
-    "e4m3-block": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
-    "e5m3-block": Code(
-        "e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True
-    ),
-    "float16-block": Code("float16 of its block", 5, 10, lowest=-30, scaled=True),
-    "float16-block-held": Code(
-        "float16 of its block", 5, 10, signed=False, lowest=-30, hold=True, scaled=True
-    ),
-    "float16-block-pair-held": Code(
-        "float16 + float16 of its block", 5, 10, lowest=-30, hold=True, scaled=True, parts=2
-    ),
-}
-"""Codes by name. A row of the table writes ``weight+first moment+second moment``."""
+_ROWS = load_data("storages")
+CODES: dict[str, Code] = {name: Code(**row) for name, row in _ROWS["codes"].items()}
+"""Codes by name."""
 WINDOW = CODES["e6m5"].lowest
 """Where the windows of `word` begin: a first moment's at ``2**WINDOW``, a second one's at its square.
 Saved states name it.
@@ -202,7 +175,7 @@ class Storage:
         exp_avg: code of the first moment, and of every other state of either sign.
         exp_avg_sq: code of the second moment, and of every other state that is never negative.
         master: store a full copy of the weight, float32 or float64, instead of a tail.
-        vectors: the storage of 1-D parameters (norm gains, biases); ``None`` for this one.
+        vectors: the storage of 1-D parameters (norm gains, biases); empty for this one.
         loses: what is lost, in a few words.
         fallback: the storage that an alarm recommends when this one loses updates.
         source: the publication or library.
@@ -219,7 +192,7 @@ class Storage:
     loses: str
     source: str
     master: bool = False
-    vectors: str | None = "master"
+    vectors: str = "master"
     fallback: str = "word"
     arithmetic: Arithmetic = "float32"
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
@@ -319,6 +292,10 @@ class Storage:
                 most = min(most, 2.0 ** (code.highest / power))
         return least, most
 
+    def __post_init__(self) -> None:
+        require_choice("arithmetic", self.arithmetic, get_args(Arithmetic))
+        require_choice("visible", self.visible, VISIBLE)
+
     def code(self, role: str) -> Code:
         """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
         result: Code = getattr(self, dict(self.states).get(role, role))
@@ -331,138 +308,16 @@ class Storage:
         return replace(self, states=states)
 
 
-def _row(name: str, visible: str, codes: str, **fields: Any) -> Storage:
-    weight, first, second = (CODES[code] for code in codes.split("+"))
-    return Storage(name, visible, weight, first, second, **fields)
+def _storages() -> dict[str, Storage]:
+    storages = {}
+    for name, row in _ROWS["storages"].items():
+        for role in ("weight", *STATE_NAMES):
+            row[role] = CODES[row[role]]
+        storages[name] = Storage(name=name, **row)
+    return storages
 
 
-STORAGES: dict[str, Storage] = {
-    storage.name: storage
-    for storage in (
-        _row(
-            "float32", "float32", "float32+float32+float32", vectors=None,
-            loses="nothing beyond float32 rounding; with compute bfloat16 it is autocast",
-            source="Kingma & Ba 2015; Loshchilov & Hutter 2019",
-        ),
-        _row(
-            "master", "bfloat16", "float32+float32+float32", master=True,
-            loses="nothing that float32 keeps; the model sees the nearest bfloat16",
-            source="Micikevicius et al. 2018, mixed precision training",
-        ),
-        _row(
-            "exact", "bfloat16", "tail16+float32+float32",
-            loses="nothing that float32 keeps: bit-identical to master, 2 bytes less",
-            source="16-bit tails: Intel's split SGD, apex's stored remainders",
-        ),
-        _row(
-            "split", "bfloat16", "tail16+bfloat16+float32",
-            loses="16 bits of the first moment, nearest; weight and second moment are float32",
-            source="Narrowgauge; bytes of Collage-plus (Yu et al. 2024)",
-        ),
-        _row(
-            "word", "bfloat16", "tail8+e6m5+e7m5", fallback="split",
-            loses="8 bits of the weight, 18 of each moment, all stochastic: noise of 2^-16 per step, no bias",
-            source="Narrowgauge: one 32-bit word of state per bfloat16 weight",
-        ),
-        _row(
-            "compact", "bfloat16", "tail8+e4m3-block+e5m3-block", fallback="split",
-            loses="8 bits of the weight, 20 of each moment, all stochastic; first moments under 2^-17 of their block's range",
-            source="Narrowgauge; the bytes of FlashOptim (2602.23349)",
-        ),
-        _row(
-            "states8", "bfloat16", "bfloat16-stochastic+e4m3-block+e5m3-block",
-            loses="16 bits of the weight, 20 of each moment, all stochastic: no bias, noise of 2^-8 per step",
-            source="Narrowgauge; the bytes that FP8 end-to-end training claims",
-        ),
-        _row(
-            "float32-states8", "float32", "float32+e4m3-block+e5m3-block", vectors="float32", fallback="float32",
-            loses="20 bits of each moment, stochastic; nothing of the weight, which the model sees in float32",
-            source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
-        ),
-        _row(
-            "no-master", "bfloat16", "bfloat16+float32+float32", vectors=None,
-            loses="every update below half an ulp (2^-9 of the weight); moments are float32",
-            source="a common meaning of bfloat16 training: moments in float32, no master weights",
-        ),
-        _row(
-            "stochastic", "bfloat16", "bfloat16-stochastic+bfloat16+bfloat16", vectors=None,
-            loses="16 bits of the weight, stochastic: no bias, noise of 2^-8; second moments freeze at beta2 0.999",
-            source="Zamirai et al. 2020 (2010.06192); Ozkara et al. 2025 (2502.20566)",
-        ),
-        _row(
-            "kahan", "bfloat16", "bfloat16-pair+bfloat16+bfloat16", vectors=None, fallback="split",
-            loses="updates below 2^-17 of the weight; second moments freeze at beta2 0.999",
-            source="Kahan 1965; Zamirai et al. 2020 (2010.06192); stored as torch-optimi does",
-        ),
-        _row(
-            "collage-light", "bfloat16", "bfloat16-pair+bfloat16+bfloat16", vectors=None, fallback="split",
-            arithmetic="expansion",
-            loses="updates below 2^-17 of the weight, 2^-9 of every operation; second moments freeze at beta2 0.999",
-            source="Yu et al. 2024, Collage (2405.03637)",
-        ),
-        _row(
-            "collage-plus", "bfloat16", "bfloat16-pair+bfloat16+bfloat16-pair", vectors=None, fallback="split",
-            arithmetic="expansion",
-            loses="updates below 2^-17 of the weight, 2^-9 of every operation",
-            source="Yu et al. 2024, Collage (2405.03637), with the product of expansions described there",
-        ),
-        _row(
-            "naive", "bfloat16", "bfloat16+bfloat16+bfloat16", vectors=None,
-            loses="every update below half an ulp (2^-9 of the weight); second moments freeze at beta2 0.999",
-            source="torch.optim.AdamW(fused=True) on bfloat16 weights; torch's default also loses decay under 2^-9",
-        ),
-        _row(
-            "float64", "float32", "float64+float64+float64", master=True, arithmetic="float64", vectors=None,
-            loses="2^-53 of every operation of the update; the model sees float32, and gradients are float32",
-            source="IEEE 754: the reference for what float32 loses itself",
-        ),
-        _row(
-            "float16/master", "float16", "float32+float32+float32", master=True, vectors="float16/master",
-            fallback="float16/split",
-            loses="nothing that float32 keeps; the model sees the nearest float16, 65504 at most",
-            source="Micikevicius et al. 2018, mixed precision training",
-        ),
-        _row(
-            "float16/split", "float16", "float16-tail+bfloat16+float32", vectors="float16/master",
-            fallback="float16/master",
-            loses="16 bits of the first moment; of weights under 2^-14, what lies under 2^-38; none above 65504",
-            source="Narrowgauge: the tail of a float16, which float16's own exponents end at 2^-24",
-        ),
-        _row(
-            "float16/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
-            loses="every update below half an ulp (2^-12 of the weight); second moments are held at 2^-24 or more",
-            source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
-        ),
-        _row(
-            "float16/collage-light", "float16", "float16-pair+float16-block+float16-block-held",
-            vectors=None, fallback="float16/split",
-            arithmetic="expansion",
-            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their block's largest",
-            source="Yu et al. 2024, Collage (2405.03637), which names half precision",
-        ),
-        _row(
-            "float16/collage-plus", "float16", "float16-pair+float16-block+float16-block-pair-held",
-            vectors=None, fallback="float16/split",
-            arithmetic="expansion",
-            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their block's largest",
-            source="Yu et al. 2024, Collage (2405.03637), which names half precision",
-        ),
-        _row(
-            "float16/stochastic", "float16", "float16-stochastic+float16-block+float16-block-held", vectors=None,
-            fallback="float16/split",
-            loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its block",
-            source="Narrowgauge; stochastic rounding as in Ozkara et al. 2025 (2502.20566), in float16",
-        ),
-        # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below
-        # relevant weights.
-        _row(
-            "scalify-float16/scaled16", "float16", "float16+float16-block+float16-block-held", vectors="float16/master",
-            fallback="float16/split",
-            loses="every update below half an ulp (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
-            source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by block",
-        ),
-    )
-}  # fmt: skip
+STORAGES: dict[str, Storage] = _storages()
 
 
 def for_vectors(storage: Storage) -> Storage:
