@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
-from tensors import gaussian, parameters_of
+from optim.pairs import parameters
+from tensors import parameters_of, set_gradients
 
 EDITS = tomllib.loads(Path(__file__).with_name("edits.toml").read_text())
 ROWS = [(kind, name) for kind, edits in EDITS.items() for name in edits]
@@ -27,11 +28,9 @@ FIRST_EDITED = 4
 
 
 def build(storage: str) -> ng.Optimizer:
-    params = []
-    for seed, shape in enumerate([(8, 8), (17,), (8, 6), (8, 8)]):
-        dtype = getattr(torch, STORAGES[storage].visible)
-        params.append(nn.Parameter(gaussian(*shape, seed=seed, dtype=dtype)))
-        params[-1].grad_dtype = None
+    params = parameters(storage, [(8, 8), (17,), (8, 6), (8, 8)])
+    for param in params:
+        param.grad_dtype = None
     groups = [{"params": params[:2], "lr": 1e-2}, {"params": params[2:]}]
     return ng.AdamW(groups, storage=storage, max_grad_norm=0.5, audit_every=3)
 
@@ -51,9 +50,7 @@ def outcome(storage: str, kind: str, name: str, *, forgets: bool) -> list[Any]:
     last = FIRST_EDITED + (kind == "gradients")  # in the first step with it the checks are new
     seen: list[Any] = []
     for step in range(FIRST_EDITED + 4):
-        for place, param in enumerate(parameters_of(optimizer)):
-            shape = param.shape
-            param.grad = gaussian(*shape, seed=9 * step + place, scale=0.1, dtype=param.dtype)
+        set_gradients(parameters_of(optimizer), step, 0.1)
         if forgets:
             optimizer._roster = None
         try:
