@@ -5,10 +5,10 @@ interpreted here.
 from __future__ import annotations
 
 import importlib.util
-import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from narrowgauge.optim.step_cpp import step_text
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, triton
 from narrowgauge.torch_support import proof as proofs
-from optim.pairs import PAIRS, RULES, everything, kernel_of, over, parameters
+from optim.pairs import PAIRS, RULES, everything, kernel_of, over, parameters, step_along
 from optim.scenarios import REPRESENTATIVES
 from tensors import assert_same_bits, gaussian, take_steps
 
@@ -65,6 +65,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INTERPRET", True)
 
 
+@pytest.fixture
+def unproved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kernels be built and proved anew, and forget them."""
+    monkeypatch.setattr(proofs, "_reasons", {})
+    step_cpp.functions.cache_clear()
+    yield
+    step_cpp.functions.cache_clear()
+
+
 @pytest.fixture(params=["C++", "Triton"])
 def language(request: pytest.FixtureRequest) -> str:
     """Run them in the language of a CPU or of a GPU."""
@@ -99,11 +108,11 @@ def train(
     rule: str, storage: str, *, compiled: bool, steps: int = 5, **options: Any
 ) -> ng.Optimizer:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no
-    elements, other strides.
+    elements, other strides; and vectors of any length, of which kernels read 16 bytes at once.
     """
     dtype = getattr(torch, STORAGES[storage].visible)
     shapes: list[tuple[int, ...]] = [(3, 24), (6, 64), (3, 7), (9,), (0, 4), (4, 16), (6, 8)]
-    shapes += [(5, 3, 2, 2), (2, 520)]
+    shapes += [(5, 3, 2, 2), (2, 520), *((length,) for length in range(14, 36))]
     params = []
     for k, shape in enumerate(shapes):
         values = gaussian(*shape, seed=k, dtype=dtype)
@@ -126,7 +135,7 @@ def gradient_of(param: Tensor, k: int, step: int) -> Tensor | None:
     """
     if step == 1 and k in (0, 3):
         return None
-    scale = 2.0 ** (k - 3)
+    scale = 2.0 ** (k % 9 - 3)
     gradient = gaussian(*param.shape, seed=100 * step + k, scale=scale, dtype=param.dtype)
     if step in (2, 3) and k == 0:
         gradient[0, 3] = torch.inf if step == 2 else torch.nan
@@ -161,8 +170,7 @@ def test_a_version_is_raised_by_a_launch() -> None:
     params = parameters("word", [(8, 8)])
     optimizer = ng.AdamW(params, storage="word", compile=True)
     loss = (params[0] * params[0]).sum()
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
+    step_along(optimizer, 1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -197,24 +205,19 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.count(9) == 4  # besides, the first step proves its kernels
 
 
+@pytest.mark.usefixtures("unproved")
 def test_where_no_library_is_the_definition_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(proofs, "_reasons", {})
     cpp.build.cache_clear()
-    step_cpp.functions.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
-    results = []
-    for compile in (None, False):
-        optimizer = ng.SGD(parameters("word", [(80, 80)] * 3), storage="word", compile=compile)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            take_steps(optimizer, range(2))
-        said = " ".join(str(warning.message) for warning in caught)
-        assert ("no C++ compiler" in said) == (not results)
-        results.append(everything(optimizer))
-    assert_same_bits(*results)
+    left_alone = ng.SGD(parameters("word", [(80, 80)] * 3), storage="word")
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler"):
+        take_steps(left_alone, range(2))
+    definition = ng.SGD(parameters("word", [(80, 80)] * 3), storage="word", compile=False)
+    take_steps(definition, range(2))
+    assert_same_bits(everything(left_alone), everything(definition))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -227,34 +230,48 @@ def test_a_step_keeps_no_gradient_and_no_state(max_grad_norm: float | None) -> N
     params = parameters("word", [(4, 8)])
     optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=max_grad_norm)
     optimizer.found_inf = torch.zeros(())
-    params[0].grad = torch.ones_like(params[0])
+    step_along(optimizer, 1.0)
     gradient = weakref.ref(params[0].grad.untyped_storage())
-    optimizer.step()
     optimizer.zero_grad()
     assert gradient() is None
     state = weakref.ref(optimizer.state.pop(params[0]))
     assert state() is None
 
 
-def test_a_rule_of_the_users_own_is_compiled_and_has_the_bits_of_its_definition() -> None:
-    rule = Rule(
-        "odd",
-        ("average",),
-        ("lr",),
-        lambda group, step: (group["lr"],),
-        lambda w, g, m, s: (s["lr"] * (g - m) / (w * w + 1.0), m + (g - m) * 0.25),
-    )
+ODD = Rule(
+    "odd",
+    ("average",),
+    ("lr",),
+    lambda group, step: (group["lr"],),
+    lambda w, g, m, s: (s["lr"] * (g - m) / (w * w + 1.0), m + (g - m) * 0.25),
+)
+# Under 2^-24 the nearest float16 may be half an ulp of an odd weight. No proof draws that.
+HALF_AN_ULP = torch.full((80, 80), 2.0**-13 * (1 + 2.0**-10)).half()
+BESIDE: dict[str, tuple[str, list[Tensor], Callable[..., ng.Optimizer]]] = {
+    "a rule of the user's own": (
+        "torch.compile",
+        [gaussian(4, 6).bfloat16(), gaussian(30).bfloat16()],
+        partial(ng.Optimizer, rule=ODD, defaults={"lr": 0.1}, storage="word"),
+    ),
+    "a second part of Collage that belongs to its weight": (
+        "C++",
+        [HALF_AN_ULP],
+        partial(ng.AdamW, lr=2.0**-24, storage="float16/collage-light", low_bits="zero"),
+    ),
+}
+"""How it steps, weights, and an optimizer."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_compiled_step_has_the_bits_of_its_definition(name: str) -> None:
+    way, values, make = BESIDE[name]
     results = []
     for compiled in (True, False):
-        params = parameters("word", [(4, 6), (30,)])
-        optimizer = ng.Optimizer(params, rule, {"lr": 0.1}, storage="word", compile=compiled)
-        for step in range(2):
-            for k, p in enumerate(params):
-                p.grad = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
-            optimizer.step()
+        optimizer = make([nn.Parameter(value.clone()) for value in values], compile=compiled)
+        take_steps(optimizer, range(3))
         results.append(everything(optimizer))
-        way = "torch.compile" if compiled else "definition: compile=False"
-        assert set(optimizer.ran_compiled().values()) == {way}
+        expected = way if compiled else "definition: compile=False"
+        assert set(optimizer.ran_compiled().values()) == {expected}
     assert_same_bits(*results)
 
 
@@ -303,41 +320,22 @@ FAULTS = {
 }
 
 
+@pytest.mark.usefixtures("unproved")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Also a last bit, which shows in one of a thousand weights of 16 bits."""
     right, wrong, storage = FAULTS[fault]
     text = step_cpp.joined_files()
     assert right in text
-    faulty = text.replace(right, wrong)
-    monkeypatch.setattr(proofs, "_reasons", {})
-    step_cpp.functions.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(step_cpp, "joined_files", lambda: faulty)
-        with pytest.warns(UserWarning, match=r"differ in .*\[\d+, \d+\] is .* of \d+ differ"):
-            reason = proof.why_not(*kernel_of("adamw", storage), CPU)
-    step_cpp.functions.cache_clear()
+    monkeypatch.setattr(step_cpp, "joined_files", lambda: text.replace(right, wrong))
+    with pytest.warns(UserWarning, match=r"differ in .*\[\d+, \d+\] is .* of \d+ differ"):
+        reason = proof.why_not(*kernel_of("adamw", storage), CPU)
     assert "the definition's" in reason and "compil" not in reason
 
 
-def test_a_second_part_of_collage_belongs_to_its_weight() -> None:
-    """Under 2^-24 the nearest float16 may be half an ulp of an odd weight. No proof draws that."""
-    results = []
-    for compiled in (True, False):
-        weight = nn.Parameter(torch.full((80, 80), 2.0**-13 * (1 + 2.0**-10)).half())
-        weight.grad = gaussian(80, 80).half()
-        options: dict[str, Any] = {"lr": 2.0**-24, "storage": "float16/collage-light"}
-        optimizer = ng.AdamW([weight], **options, compile=compiled, low_bits="zero")
-        for _ in range(3):
-            optimizer.step()
-        results.append(everything(optimizer))
-    assert_same_bits(*results)
-
-
+@pytest.mark.usefixtures("unproved")
 def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a full disk."""
-    monkeypatch.setattr(proofs, "_reasons", {})
-    step_cpp.functions.cache_clear()
     kernel = kernel_of("adamw", "exact")
 
     def full(*args: Any) -> None:
@@ -365,15 +363,3 @@ def test_a_step_that_has_no_kernel_is_refused(words: tuple[str, ...]) -> None:
         ng.errors.RecipeError, match=r"Cannot show|Cannot use rule|no storage|for AdamW alone"
     ):
         step_text(*words)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_tensor_of_any_length_is_stepped_to_its_end() -> None:
-    """A kernel reads whole vectors of 16 bytes where a tensor consists of them."""
-    results = []
-    for compile in (True, False):
-        params = parameters("word", [(length,) for length in range(14, 36)])
-        optimizer = ng.AdamW(params, storage="word", compile=compile)
-        take_steps(optimizer, range(1))
-        results.append(everything(optimizer))
-    assert_same_bits(*results)
