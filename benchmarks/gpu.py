@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.quantization import padded, quantize, random_words
-from narrowgauge.optim import step_triton, table
+from narrowgauge.optim import step_cpp, step_triton
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.torch_support.compile import compiled
@@ -155,7 +155,7 @@ def compiled_row(rule: Any, storage: Storage, sm: int) -> Row:
 
     types = {"table": "*i64", "tiles": "*i32"}
     types |= dict.fromkeys(("numbers", "control"), "*fp32")
-    values = {"row": table.row_of(rule, storage)}
+    values = {"row": step_cpp.row_of(rule, storage)}
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
     signature = types | dict.fromkeys(values, "constexpr")
     source = triton.compiler.ASTSource(step_triton.step, signature, values, aligned)

@@ -47,5 +47,5 @@ def test_a_run_records_it(tmp_path: Path) -> None:
 
 def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"chip {device}")
-    monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {})
+    monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {"results": {}})
     assert describe_process(torch.device("cuda:1"))["machine"]["device"] == "chip cuda:1"

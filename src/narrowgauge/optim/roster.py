@@ -11,7 +11,7 @@ strides. If anything looks otherwise, all is checked again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,32 @@ from narrowgauge.optim.step import Step
 from narrowgauge.optim.table import addresses_of, streams_of
 from narrowgauge.torch_support.torch_names import is_captured, look_of
 
-if TYPE_CHECKING:
-    from narrowgauge.optim.optimizer import Optimizer
-
 CHOOSING = ("storage", "rule", "momentum")
 """Options that choose a kernel."""
 FIXED = (float, int, bool, str, tuple, type(None))
 """Types of options that nobody changes in place."""
+
+
+def checked(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[LocalState, Tensor, bool]]:
+    """Yield the states of a group's parameters that have a gradient, the gradient, and whether a
+    kernel reads its memory as it is.
+    """
+    members = []
+    for parameter in group["params"]:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            members.append((parameter, gradient))
+    optimizer.make_missing(group, [parameter for parameter, _ in members])
+    for parameter, raw in members:
+        state = optimizer.kernels.local_part(group, parameter, optimizer.state[parameter])
+        gradient = raw
+        if raw.dtype is not parameter.dtype and raw.dtype is not torch.float32:
+            gradient = raw.float()
+        local = local_of(gradient)
+        if local.layout is not torch.strided or local.shape != state.parameter.shape:
+            validation.refuse_gradient(parameter, gradient)
+        state.gradient = local.resolve_neg().contiguous()  # a kernel reads memory
+        yield state, gradient, gradient is raw and state.gradient is local
 
 
 class Roster:
@@ -46,7 +65,7 @@ class Roster:
         is_plain: whether kernels alone step, and read all memory as it is.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.compile = optimizer.compile
         self.gradients: list[Any] = []
         self.is_plain = True
@@ -55,7 +74,10 @@ class Roster:
         for place, group in enumerate(optimizer.param_groups):
             validation.check_was_added(place, group)
             validation.check_options(group, optimizer.rule)
-            work += [(place, state) for state in self._checked(optimizer, group)]
+            for state, gradient, is_plain in checked(optimizer, group):
+                work.append((place, state))
+                self.gradients.append(gradient)
+                self.is_plain &= is_plain
             self.ends.append(len(work))
         states = [state for _, state in work]
         self.owners = [id(state.owner) for state in states]
@@ -77,27 +99,6 @@ class Roster:
             self.is_plain &= batch.table is not None and batch.is_dense
         self._use(tensors + [state.entry["step"] for state in states])
 
-    def _checked(self, optimizer: Optimizer, group: dict[str, Any]) -> Iterator[LocalState]:
-        """Yield the states of a group's parameters that have a gradient, with it."""
-        members = []
-        for parameter in group["params"]:
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                members.append((parameter, gradient))
-        optimizer.make_missing(group, [parameter for parameter, _ in members])
-        for parameter, raw in members:
-            state = optimizer.kernels.local_part(group, parameter, optimizer.state[parameter])
-            gradient = raw
-            if raw.dtype is not parameter.dtype and raw.dtype is not torch.float32:
-                gradient = raw.float()
-            local = local_of(gradient)
-            if local.layout is not torch.strided or local.shape != state.parameter.shape:
-                validation.refuse_gradient(parameter, gradient)
-            state.gradient = local.resolve_neg().contiguous()  # a kernel reads memory
-            self.is_plain &= gradient is raw and state.gradient is local
-            self.gradients.append(gradient)
-            yield state
-
     def _use(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.addresses = addresses_of(tensors)
@@ -106,7 +107,7 @@ class Roster:
 
     # ── a step whose checks are kept ──────────────────────────────────────────────────────────────
 
-    def keep(self, optimizer: Optimizer, before: Any) -> None:
+    def keep(self, optimizer: Any, before: Any) -> None:
         """Remember how all tensors look, if the step before was like this one, by kernels alone."""
         is_alike = before is not None and before.owners == self.owners
         if self.is_plain and is_alike and before.names == self.names:
@@ -114,7 +115,7 @@ class Roster:
                 self.options.append({name: group.get(name) for name in CHOOSING})
             self.looks_alike = look_of(self._read(optimizer))
 
-    def fits(self, optimizer: Optimizer) -> bool:
+    def fits(self, optimizer: Any) -> bool:
         """Read the next step's tensors, and return whether all look as before."""
         if self.looks_alike is None or optimizer.compile is not self.compile or is_captured():
             return False
@@ -124,7 +125,7 @@ class Roster:
         self._use(tensors)
         return np.array_equal(self._add(0), self.counts)
 
-    def _read(self, optimizer: Optimizer) -> list[Any]:
+    def _read(self, optimizer: Any) -> list[Any]:
         """Return the local tensors of a step, or less if it has other parameters or names of states."""
         owners = self._owners(optimizer)
         if list(map(id, owners)) != self.owners:
@@ -148,7 +149,7 @@ class Roster:
             tensors = [x.to_local() if is_sharded(x) else x for x in tensors]
         return tensors
 
-    def _owners(self, optimizer: Optimizer) -> list[Any]:
+    def _owners(self, optimizer: Any) -> list[Any]:
         """Return the parameters that have a gradient, if groups have options of the same kernels."""
         groups = optimizer.param_groups
         if len(groups) != len(self.options):

@@ -144,17 +144,6 @@ class Sample:
                 moments[place] = torch.where(scalars["skip"] != 0, old, moments[place])
         self._moments = moments
 
-    def _step_without_decay(self, batch: Batch, numbers: Numbers) -> None:
-        """Step the copies from before a step, as the step did, without decay."""
-        state: Any = self.before
-        scalars = list(numbers.scalars)
-        scalars[self.kernel.rule.scalars.index(self.kernel.rule.decay)] = 0.0
-        numbers = Numbers(self.kernel, numbers.control, scalars, numbers.key)
-        if batch.table is None:
-            definition.run(state, numbers)
-        else:
-            step_alone([state], numbers, batch.table.device)
-
     def sums(self, batch: Batch, part: Part) -> Tensor:
         """Compare what a step has stored with what was intended. Return the ``UPDATE_SUMS`` of each
         state, float64.
@@ -173,7 +162,7 @@ class Sample:
         decay = arrived = torch.zeros_like(stored)
         if rate:
             decay = finite_or_zero(weight) * named(rule, part.numbers.values)[rule.decay]
-            self._step_without_decay(batch, part.numbers)
+            step_without_decay(batch, self.before, part.numbers)
             arrived = stored - (codes.read_weight(self.storage, _lane(self.before)) - weight)
             if not isinstance(rule, Rule):
                 intended = self.change + decay
@@ -184,6 +173,18 @@ class Sample:
         lengths = to_device(self.counts, stored.device)
         # Without a check, which would wait for the device.
         return torch.segment_reduce(torch.cat(terms, 1), "sum", lengths=lengths, unsafe=True)
+
+
+def step_without_decay(batch: Batch, state: LocalState, numbers: Numbers) -> None:
+    """Step copies from before a step, as the step did, without decay."""
+    rule: Any = batch.kernel.rule
+    scalars = list(numbers.scalars)
+    scalars[rule.scalars.index(rule.decay)] = 0.0
+    numbers = Numbers(batch.kernel, numbers.control, scalars, numbers.key)
+    if batch.table is None:
+        definition.run(state, numbers)
+    else:
+        step_alone([state], numbers, batch.table.device)
 
 
 def _lane(state: LocalState) -> Lane:
