@@ -24,7 +24,6 @@ for AVX2.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import multiprocessing
@@ -41,7 +40,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _conditions import ROOT, conditions
+from _conditions import ROOT, conditions, digest
 from _peers import PACKAGES, PEERS, Peer, reason
 from _timing import Contender, Row, begin, exit_by, load, measure, parameters, parser, show
 from torch import Tensor, nn
@@ -51,6 +50,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.trainer import language_model
 
 FILE = Path(__file__).with_name("steps.jsonl")
+OPTIM = ROOT / "src/narrowgauge/optim"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -154,12 +154,9 @@ def steps(shapes: Shapes, rounds: int, peers: Sequence[Peer]) -> list[Row]:
 
 def keep(tensors: str, rows: Sequence[Row]) -> None:
     """Append the ratios of a run to the records, under its conditions."""
-    texts = [ROOT / "src/narrowgauge/optim/table.py"]
-    texts += sorted((ROOT / "src/narrowgauge/optim/cpp").glob("*.h"))
-    digests = {}
-    for path in texts:
-        name = f"text: {path.relative_to(ROOT).as_posix()}"
-        digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    texts = [OPTIM / "table.py", *sorted((OPTIM / "cpp").glob("*.h"))]
+    names = [f"text: {path.relative_to(ROOT).as_posix()}" for path in texts]
+    digests = {name: digest(name) for name in names}
     with FILE.open("a", encoding="utf-8") as stream:
         for row in rows:
             record = {"row": row[""], "tensors": tensors, "load": load()}

@@ -72,3 +72,17 @@ def test_parts_that_are_shown_in_turn_step_after_a_load() -> None:
         optimizer.param_groups[0]["params"] = parts
     for part, value in zip(parts_of(resumed), parts_of(trained), strict=True):
         assert torch.equal(part, value)
+
+
+def test_a_parameter_that_took_the_place_of_one_with_a_state_is_refused() -> None:
+    """As ``resize_token_embeddings`` replaces one of many."""
+    pair = []
+    for _ in range(2):
+        parts = [("first", vector(9, torch.float32)), ("second", vector(8, torch.float32))]
+        pair.append(ng.AdamW(parts, storage="float32"))
+    trained, resumed = pair
+    trained.step()
+    resumed.load_state_dict(trained.state_dict())
+    resumed.param_groups[0]["params"][1] = vector(8, torch.float32)
+    with pytest.raises(RecipeError, match="took the place"):
+        resumed.step()

@@ -257,9 +257,9 @@ def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> 
     """Refuse states of other parameters than the optimizer's, and name parameters without a
     gradient. Call it before the first step.
     """
-    # ZeRO 3 shows one part a step: states of none of the parameters alone are others'.
+    # ZeRO 3 shows one part of those that have states. A parameter without one may be a replacement.
     owners = {owner for owner in states if isinstance(owner, Tensor)}
-    if owners and not owners & names.keys():
+    if owners - names.keys() and names.keys() - owners:
         raise RecipeError(
             "Cannot step because other parameters took the place of those that have states.",
             "After accelerator.prepare call "
