@@ -2,7 +2,7 @@
 
 Each build replaces ``<!-- table: formats -->`` in a page by that table, and ``<!-- reference -->``
 by the public names. Most tables are those of ``narrowgauge show``; ``OWN`` has the tables of the
-record and of gauges.
+record.
 """
 
 from __future__ import annotations
@@ -78,13 +78,6 @@ def reference() -> str:
     )
 
 
-def metrics() -> str:
-    """Return every metric in a row of ``gauges.jsonl``."""
-    rows = [{"metric": metric.name, "help": metric.help} for metric in schema.CASTS.values()]
-    shown = {"metric": "metric", "what it is": "help"}
-    return markdown_of(Table(rows, shown))
-
-
 def record(kind: str) -> str:
     """Return the columns of one file of a run folder."""
     rows = [
@@ -118,7 +111,6 @@ def checks() -> str:
 
 
 OWN: dict[str, Callable[[], str]] = {
-    "metrics": metrics,
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
     "checks": checks,
     "machines": machines,

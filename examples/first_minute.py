@@ -27,7 +27,7 @@ from narrowgauge.trainer.tokens import END_OF_TEXT, write_tokens
 STEPS = 240 if multiplies("bfloat16") else 140
 SETTINGS = (
     "--recipes bfloat16/master,bfloat16/word,bfloat16/naive --seeds 3 --sequence-length 128 "
-    f"--lr 1e-3 --gauges-every 10 --steps {STEPS}"
+    f"--lr 1e-3 --steps {STEPS}"
 )
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

@@ -25,7 +25,7 @@ model, optimizer = ng.prepare(model, RECIPE, lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
 settings = {"model": "two layers", "steps": STEPS, "lr": 3e-3, "schedule": "cosine"}
-recorder = ng.RunRecorder(folder, model, optimizer, settings=settings, gauges_every=20, resume=True)
+recorder = ng.RunRecorder(folder, model, optimizer, settings=settings, resume=True)
 checkpoint = folder / "checkpoint.pt"
 parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 done = 0

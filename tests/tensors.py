@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.metrics import UPDATE_SUMS, change_terms
-from narrowgauge.runs.schema import CASTS, Row
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -134,13 +133,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
             event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())
         )
     )
-
-
-def metric_of(row: Row, name: str, metric: str) -> float | None:
-    """One metric of a tensor in a row of ``gauges.jsonl``; ``None`` if it is missing."""
-    values = row.get("tensors", {}).get(name)
-    place = list(CASTS).index(metric)
-    return values[place] if values is not None and place < len(values) else None
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:

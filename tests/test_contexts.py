@@ -51,7 +51,7 @@ ELSEWHERE = {
     "new_folder": "makes a folder (tests/runs)",
     "Sites": "the base of others",
     "Record": "writes a folder (tests/runs)",
-    "RunRecorder": "writes a folder (tests/gauges)",
+    "RunRecorder": "writes a folder (tests/measuring)",
 }
 """Contexts of something that lives outside the process's settings, with the place of their tests."""
 PLAIN = (bool, int, float, str, type(None))

@@ -74,7 +74,7 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own() -> None:
 
 def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> None:
     def monitored(steps: int = STEPS, **options: Any) -> tuple[Module, pl.Trainer]:
-        monitor = NarrowgaugeMonitor(tmp_path / "run", gauges_every=3, tokens=torch.numel)
+        monitor = NarrowgaugeMonitor(tmp_path / "run", tokens=torch.numel)
         module = Module(audit_every=2)
         return module, fit(module, steps, callbacks=[monitor], **options)
 
@@ -83,7 +83,7 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     run = ng.read_run(tmp_path / "run")
     assert [row["loss"] for row in run.steps] == whole.losses
     assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
-    assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
+    assert len(run.evals) == 2
     assert not [event for event in run.events if event["severity"] != "note"]
     assert "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
     monitored(3)[1].save_checkpoint(tmp_path / "three.ckpt")

@@ -58,15 +58,15 @@ def unseen_of(run: Any) -> set[str]:
 
 
 def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
-    with begin(tmp_path / "whole", gauges_every=2) as recorder:
+    with begin(tmp_path / "whole") as recorder:
         train(recorder, range(6))
         recorder.evaluate(2.5)
-    killed = begin(tmp_path / "cut", gauges_every=2)
+    killed = begin(tmp_path / "cut")
     train(killed, range(3))
     torch.save([killed.model.state_dict(), killed.optimizer.state_dict()], tmp_path / "checkpoint")
     train(killed, range(3, 5))
     killed._record.close()  # type: ignore[union-attr]  # the lock ends with the process
-    with begin(tmp_path / "cut", gauges_every=2, resume=True) as recorder:
+    with begin(tmp_path / "cut", resume=True) as recorder:
         states = torch.load(tmp_path / "checkpoint")
         recorder.model.load_state_dict(states[0])
         recorder.optimizer.load_state_dict(states[1])
@@ -77,7 +77,6 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         recorder.evaluate(2.5)
     whole, cut = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
     assert lasting(whole) == lasting(cut) and whole.steps[-1]["tokens"] == 24
-    assert [row["step"] for row in cut.gauges] == [2, 4, 6]
     assert whole.summary is not None and cut.summary is not None
     for name in ("tokens", "weights_fingerprint", "val_loss", "steps", "bytes_per_param"):
         assert whole.summary[name] == cut.summary[name], name
@@ -136,8 +135,8 @@ def test_a_record_goes_back_to_one_of_its_steps(tmp_path: Path) -> None:
     assert [row["step"] for row in ng.read_run(tmp_path / "run").steps] == [4, 7]
 
 
-def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
-    with begin(tmp_path / "run", nn.Linear(8, 8), gauges_every=4) as recorder:
+def test_a_step_that_the_loop_left_out_has_a_row(tmp_path: Path) -> None:
+    with begin(tmp_path / "run", nn.Linear(8, 8)) as recorder:
         train(recorder, range(1))
         (group,) = recorder.optimizer.param_groups
         group["lr"] = None  # as in transformers' Adafactor
@@ -145,8 +144,6 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
         group["lr"] = 1e-2
         train(recorder, range(6))
     run = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in run.gauges] == [4, 8]
-    assert "casts of layers" in unseen_of(run)
     assert [row["step"] for row in run.steps] == [*range(1, 9)] and "lr" not in run.steps[1]
 
 
@@ -209,9 +206,9 @@ def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path: P
     recorder.close(finished=False)
     assert ng.read_run(tmp_path / "run").config["recipe"] == "bfloat16/split"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorder_module, "Gauges", lambda *_, **__: 1 / 0)
+        patch.setattr(recorder_module, "Fingerprints", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            begin(tmp_path / "other", recorder.model, gauges_every=1)
+            begin(tmp_path / "other", recorder.model)
     assert not (tmp_path / "other").exists() and not recorder.model._forward_hooks
     with pytest.raises(RecordError, match=r"it holds run\.toml"):
         begin(tmp_path / "run")

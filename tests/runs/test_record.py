@@ -80,7 +80,7 @@ def test_trackers_get_the_numbers_of_a_row() -> None:
     assert numbers_of("steps", step) == {"train/loss": 2.0}
     assert numbers_of("evals", {"step": 4, "val_loss": 2.5}) == {"validation/loss": 2.5}
     assert numbers_of("events", {"step": 4, "what": "start"}) == {"events/start": 1.0}
-    assert not numbers_of("gauges", step)
+    assert not numbers_of("fingerprints", step)
 
 
 @pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])

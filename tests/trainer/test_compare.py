@@ -24,7 +24,7 @@ from trainer.tiny_runs import bytes_of, lasting, settings
 def watched(recipe: str, seed: int, record: Any) -> dict[str, float]:
     torch.manual_seed(seed)
     model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
-    with record(model, optimizer, gauges_every=3) as recorder:
+    with record(model, optimizer) as recorder:
         for _ in range(6):
             loss = model(torch.randn(8, 16).bfloat16()).float().square().mean()
             loss.backward()
@@ -40,7 +40,6 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     comparison = compare(watched, names, seeds=2, out=tmp_path)
     assert [row["bytes_per_param"] for row in comparison.rows] == [7.0, 7.0]
     run = read_run(tmp_path / "bfloat16-naive-seed1")
-    assert [row["step"] for row in run.gauges] == [3, 6]
     # Each audit stands in the row of its own step, and in no other.
     assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
     assert (run.summary["val_loss"], run.summary["steps"]) == (4.1, 6)
@@ -71,7 +70,7 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 @pytest.fixture(scope="module")
 def base(place: Path, one_thread: None) -> dict[str, Any]:
     """The settings that all runs share."""
-    short = {"steps": 4, "eval_every": 2, "checkpoint_every": 1, "gauges_every": 0}
+    short = {"steps": 4, "eval_every": 2, "checkpoint_every": 1}
     table = vars(settings(place, Path("nowhere"), **short))
     return {name: value for name, value in table.items() if name not in OF_A_RUN}
 

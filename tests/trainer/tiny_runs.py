@@ -104,7 +104,7 @@ def assert_same_run(first: Run, second: Run) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2, "gauges_every": 4},
+    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2},
     "naive": {"recipe": "bfloat16/naive"},
     "autocast": {"recipe": "bfloat16/float32", "warmup_steps": 3},
     "float8, accumulated": {

@@ -63,7 +63,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     in ``output_dir`` if none is given.
 
     Example:
-        >>> callback = NarrowgaugeCallback(gauges_every=100)
+        >>> callback = NarrowgaugeCallback()
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
     """
 

@@ -31,11 +31,11 @@ class NarrowgaugeMonitor(RecordedCallback, pl.Callback):
     ``training_step`` returned since the last step.
 
     Args:
-        folder, gauges_every: of every recorded callback.
+        folder: of every recorded callback.
         val_loss: the name of the validation loss that the module logs.
         tokens: counts a batch's tokens; by default none are recorded.
     Example:
-        >>> monitor = NarrowgaugeMonitor("runs/word", gauges_every=100)
+        >>> monitor = NarrowgaugeMonitor("runs/word")
         >>> str(monitor.folder)
         'runs/word'
     """
@@ -44,11 +44,10 @@ class NarrowgaugeMonitor(RecordedCallback, pl.Callback):
         self,
         folder: str | Path | None = None,
         *,
-        gauges_every: int = 0,
         val_loss: str = "val_loss",
         tokens: Callable[[Any], int] = lambda batch: 0,
     ) -> None:
-        super().__init__(folder, gauges_every=gauges_every)
+        super().__init__(folder)
         self._val_loss_name = val_loss
         self._count = tokens
         self._num_steps = 0

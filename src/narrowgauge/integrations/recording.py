@@ -18,15 +18,13 @@ class RecordedCallback:
         folder: the run folder; ``None`` takes ``narrowgauge`` in the framework's own. A new
             training never overwrites a record: it takes ``folder-2``, ``folder-3`` …. A resumed one
             continues in the last of them.
-        gauges_every: steps between samples of the gauges; 0 for none.
     Attributes:
         recorder: the recorder, while a training runs.
         tokens: trained on since the last row.
     """
 
-    def __init__(self, folder: str | Path | None = None, *, gauges_every: int = 0) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = Path(folder) if folder else None
-        self.gauges_every = gauges_every
         self.recorder: RunRecorder | None = None
         self.tokens = 0
         self._undo = ExitStack()
@@ -37,10 +35,7 @@ class RecordedCallback:
         self.tokens = 0
         goes_on = step > 0
         folder = folder_for(self.folder or Path(str(home), "narrowgauge"), goes_on=goes_on)
-        self.recorder = RunRecorder(
-            folder, model, optimizer, resume=goes_on,
-            gauges_every=self.gauges_every, **options,
-        )  # fmt: skip
+        self.recorder = RunRecorder(folder, model, optimizer, resume=goes_on, **options)
         if goes_on:
             self.recorder.go_back(step)
 

@@ -1,6 +1,6 @@
 """The one set of hooks on a loop's model and optimizers, and the listeners that read them.
 
-The meter of a watch, the fingerprints and the gauges are listeners. The hub hooks the module that the
+The meter of a watch and the fingerprints are listeners. The hub hooks the module that the
 loop calls, and the step of each optimizer. A compiler and the transforms of ``torch.func`` skip all
 hooks.
 

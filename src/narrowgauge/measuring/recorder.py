@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Hub, RunNotice
@@ -58,22 +56,20 @@ class RunRecorder:
 
     Args:
         folder: the run folder; absent or empty, unless ``resume``. ``None`` records nothing.
-        model: the trained model, before ``torch.compile`` if gauges are to see it.
+        model: the trained model.
         optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper;
-            or a list of several. Rows, gauges and checkpoints are of the last one, which steps at
+            or a list of several. Rows and checkpoints are of the last one, which steps at
             the end. Only ours has an audit.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``. The ``recipe`` is read from
             the model and our optimizer, if it is not among them.
-        gauges_every: steps between samples of what tensors hold and casts lose
-            (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
             fingerprints too. 0 for none.
         called: the part of the model whose forward pass the loop calls, if not the model itself.
         on_row: called as ``on_row(kind, row)`` after each row is written, on rank 0; ``kind`` is
-            ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. With
+            ``"steps"``, ``"evals"`` or ``"events"``, and ``row`` a dict. With
             :func:`narrowgauge.runs.schema.numbers_of`, for Weights & Biases: ``lambda kind, row:
             wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard: ``lambda kind,
             row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
@@ -119,7 +115,6 @@ class RunRecorder:
         optimizer: Any,
         *,
         settings: Mapping[str, Any] | None = None,
-        gauges_every: int = 0,
         fingerprints_every: int = 1000,
         max_grad_norm: float | None = None,
         ignore: Collection[str] = (),
@@ -148,9 +143,6 @@ class RunRecorder:
             self.optimizer = optimizers[-1]
             self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
             self._prints = Fingerprints(self.hub, fingerprints_every if self.folder else 0)
-            self._gauges = Gauges(
-                self.hub, self.optimizer, gauges_every, partial(self._append, "gauges")
-            )
             if self.folder is not None:
                 self._begin(undo, dict(settings or {}), tables or {}, resume)
             self._undo = undo.pop_all()
@@ -248,8 +240,6 @@ class RunRecorder:
         row = shortened(row)
         self._append("steps", row)
         self._read(Step.of(row))
-        if self._gauges.step != self.num_steps:
-            self._gauges.step = self.num_steps  # the loop did not call the optimizer
         if self.num_steps == SEEN_AT:
             self._tell_unseen()
         self._write_fingerprint()
@@ -261,8 +251,6 @@ class RunRecorder:
         has_moved = 0 < row.get("arrived", 0.0) < math.inf and not row.get("skipped")
         if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
             unseen.setdefault(STORED, f"{type(self.optimizer).__name__} is not repeated")
-        if self._gauges.every and not self._gauges.layers:
-            unseen["casts of layers"] = "no layer casts"
         for area, reason in unseen.items():
             self.event("unseen", reason, tensor=area)
         if self.folder is None and self._here.is_first:
@@ -314,7 +302,6 @@ class RunRecorder:
         self._tokens = last.get("tokens", 0) if tokens is None else tokens
         self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
         self.meter.go_on_after(step)
-        self._gauges.step = step
         self._must_go_back = False
         self._begin_at(step)
         if not is_fresh:

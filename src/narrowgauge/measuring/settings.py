@@ -18,7 +18,7 @@ TABLES = (*PROGRAM, "versions", "machine", "arithmetic")
 
 NOT_COMPARED = frozenset({
     "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints",
-    "gauges_every", "audit_every", "fingerprints_every", "unigram_loss",
+    "audit_every", "fingerprints_every", "unigram_loss",
 })  # fmt: skip
 """Settings that do not affect the bits of training."""
 

@@ -21,7 +21,7 @@ from narrowgauge.runs.foreign_logs import LOGS, is_log
 if sys.platform != "win32":
     import fcntl
 
-ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
+ROW_FILES = ("steps", "evals", "events", "fingerprints")
 """The kinds of rows. Each has a file in a run folder: ``steps.jsonl`` and so on."""
 RUN_FILES = (*(f"{name}.jsonl" for name in ROW_FILES), "summary.json", "run.toml")
 """The files of a run's record."""

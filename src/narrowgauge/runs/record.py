@@ -7,7 +7,6 @@ damage.
     steps.jsonl         a row per optimizer step
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
-    gauges.jsonl        a row per step that the gauges sampled
     fingerprints.jsonl  a row per hashed step
     summary.json        the metrics of the finished run
 
@@ -57,11 +56,6 @@ class Run:
     events: Sequence[Row] = field(default_factory=list)
     summary: Row | None = None
     notes: list[str] = field(default_factory=list)
-
-    @cached_property
-    def gauges(self) -> Sequence[Row]:
-        """Return the rows of ``gauges.jsonl``, read on first use: they are by far the largest."""
-        return self._read("gauges")
 
     @cached_property
     def fingerprints(self) -> Sequence[Row]:

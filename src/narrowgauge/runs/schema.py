@@ -2,13 +2,6 @@
 ``data/columns.toml``.
 
 The console and the documentation print these tables. Rows may hold further columns.
-
-A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the
-order of :data:`CASTS`::
-
-    {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, ...}
-
-A metric that does not apply is null. An empty table is left out.
 """
 
 from __future__ import annotations
@@ -57,8 +50,6 @@ def _columns(table: Row) -> dict[str, Column]:
 
 
 _DATA = load_data("columns", "runs")
-CASTS = _columns(_DATA.pop("casts"))
-"""The entries of the lists in a row of ``gauges.jsonl``, in order."""
 HASHED = _columns(_DATA.pop("hashed"))
 """The kinds of tensors in a row of ``fingerprints.jsonl``."""
 TABLES = {kind: _columns(table) for kind, table in _DATA.items()}

@@ -67,7 +67,6 @@ class Settings:
     eval_sequences: int = setting(64, "Sequences per validation, over all ranks.", 1)
     checkpoint_every: int = setting(100, "Steps between checkpoints; 0: only at the end.")
     keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep.", 1)
-    gauges_every: int = setting(20, "Steps between samples of the gauges; 0: none.")
     fingerprints_every: int = setting(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.")
     stop_after: int = setting(0, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")

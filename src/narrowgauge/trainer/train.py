@@ -271,16 +271,13 @@ def load(checkpoint: Path) -> Session:
 
 
 def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> RunRecorder:
-    """Create the record of a run, or open it and go back to the step of the session.
-
-    Must precede the first step, whose compiled code calls the gauges.
-    """
+    """Create the record of a run, or open it and go back to the step of the session."""
     settings = run.settings
     run.here.of_first(lambda: _prepare_folder(entry))
     data = {"fingerprint": run.tokens.fingerprint, "unigram_loss": run.tokens.unigram_loss()}
     recorder = RunRecorder(
         settings.folder, run.model, run.optimizer, settings=vars(settings),
-        gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
+        fingerprints_every=settings.fingerprints_every,
         on_row=_shown(settings, say), resume=True, tables={"data": data},
     )  # fmt: skip
     recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)

@@ -385,7 +385,7 @@ def attention(query: Tensor, key: Tensor, value: Any, *rest: Any, **options: Any
     return attended
 
 
-_ATTENTION = unwrap(F.scaled_dot_product_attention)  # attached gauges wrap it
+_ATTENTION = unwrap(F.scaled_dot_product_attention)
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────
