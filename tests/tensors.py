@@ -136,12 +136,11 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[11]``.
+    """Return the sums of one tensor's update, float64 ``[8]``.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
     """
     total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device=intended.device)
     for parts in flat_chunks(intended, stored, visible):
-        total[:6] += torch.stack([term.sum() for term in change_terms(*parts)])
-    total[UPDATE_SUMS.index("elements")] = intended.numel()
+        total[:7] += torch.stack([term.sum() for term in change_terms(*parts)])
     return total

@@ -24,7 +24,7 @@ from narrowgauge.runs.record import Run, read_run
 
 UNREAD = ("loss", "norm", "size", "share")
 """Units of columns that a law could judge."""
-OF_NO_LAW = {"noise", "lost_fraction", "lost_decay", "imprecision_share"}
+OF_NO_LAW = {"noise", "lost_fraction", "imprecision_share"}
 """Columns that are high in healthy runs: of stochastic rounding, and of weights that barely move."""
 
 

@@ -29,11 +29,7 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     got = update_sums(d, e, v)
     expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
-    assert (
-        got[3:].tolist()
-        == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0, 0.0]
-        == [float(x) for x in expected[3:]]
-    )
+    assert got[3:].tolist() == [180.0, 40.0, 80.0, 200.0, 0.0] == [float(x) for x in expected[3:]]
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
         assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
 
@@ -47,13 +43,6 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
         reading[name] = value.item()
     assert reading["lost_fraction"] == 0.25
     assert reading["imprecision_share"] == pytest.approx(4 / 6)
-
-
-def test_a_lost_decay_needs_enough_spacings() -> None:
-    sums = torch.ones(len(UPDATE_SUMS))
-    for spacings, is_known in ((399, False), (400, True)):
-        sums[UPDATE_SUMS.index("spacings")] = spacings
-        assert update_metrics(sums)["lost_decay"].isnan() != is_known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

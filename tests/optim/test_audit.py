@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
-from narrowgauge.optim import GaLore, sample
+from narrowgauge.numerics.metrics import UPDATE_SUMS
+from narrowgauge.optim import sample
 from narrowgauge.optim.audit import (
     FEWEST,
     WINDOW,
@@ -324,45 +324,6 @@ def test_a_skipped_step_is_not_audited() -> None:
     reading = ng.audit(optimizer)["param 0"]
     assert (optimizer.num_skipped, reading.num_audits) == (1, 2)
     assert reading.edq == pytest.approx(1.0, abs=1e-3)
-
-
-OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (GaLore, "kahan")]
-
-
-@pytest.mark.parametrize(
-    ("rule", "storage"),
-    [*((ng.AdamW, name) for name in ("word", "naive", "compact", "collage-plus")), *OTHERS],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_lost_decay_is_that_of_two_optimizers(
-    monkeypatch: pytest.MonkeyPatch, storage: str, rule: Callable[..., Any]
-) -> None:
-    """Where a step's decay is a 16th of the weight's spacing or more.
-
-    Both begin with the same weights, states and random bits, the second without decay: what they
-    store differs by what the decay did, here in float64.
-    """
-    monkeypatch.setattr(sample, "ELEMENTS", 1 << 20)
-    row = STORAGES[storage].weight
-    lr = 2.0**-10 if row.mantissa_bits >= 7 else 2.0**-6
-    stored = []
-    for decay in (0.0, 2.0**-1):
-        (weight,) = parameters(storage, [(96, 80)], scale=0.02)
-        options = {"storage": storage, "audit_every": 1, "compile": False}
-        optimizer = rule([weight], lr=lr, weight_decay=0.0, **options)
-        take_steps(optimizer, range(2), 1e-2)
-        # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule
-        # gets the whole weight.
-        before = optimizer.stored(weight).double()
-        if rule in (ng.AdamW, ng.Lion) and row.parts > 1:
-            before = weight.detach().double()
-        optimizer.param_groups[0]["weight_decay"] = decay
-        take_steps(optimizer, range(2, 3), 1e-2)
-        stored.append(optimizer.stored(weight).double())
-    intended = -lr * decay * before
-    exact = 1 - (intended * (stored[1] - stored[0])).sum() / intended.square().sum()
-    audited = update_metrics(optimizer.auditor.last)["lost_decay"]
-    assert audited.item() == pytest.approx(exact.item(), abs=2e-3)
 
 
 def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:

@@ -59,8 +59,8 @@ def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:
 def update_sums(
     intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]
 ) -> list[Fraction]:
-    """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost,
-    unseen, cc, ct, elements, spacings.
+    """The sums of an update, as fractions, in their order: dd, de, ee, nonzero, lost, unseen,
+    elements, at_end.
     """
     rows = []
     for d, e, v in zip(intended, stored, visible, strict=True):
@@ -72,10 +72,7 @@ def update_sums(
         Fraction(sum(d != 0 for d, _, _ in rows)),
         Fraction(sum(d != 0 and e == 0 for d, e, _ in rows)),
         Fraction(sum(d != 0 and v == 0 for d, _, v in rows)),
-        Fraction(0),
-        Fraction(0),
         Fraction(len(rows)),
-        Fraction(0),
         Fraction(0),
     ]
 

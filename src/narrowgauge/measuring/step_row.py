@@ -71,15 +71,15 @@ def _rounds_at_random(optimizer: Optimizer) -> bool:
 
 
 def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
-    if isinstance(optimizer, Optimizer):
-        return optimizer.bytes_per_param()
+    """Return the bytes of weights, gradients (in ``grad_dtype``) and states per parameter."""
     size = 0
     count = 0
     for p in members_of(optimizer):
-        count += local_of(p).numel()
-        for x in (p, p, *optimizer.state.get(p, {}).values()):
-            if isinstance(x, Tensor):
+        numel = local_of(p).numel()
+        count += numel
+        size += numel * (p.grad_dtype or p.dtype).itemsize
+        for x in (p, *optimizer.state.get(p, {}).values()):
+            if isinstance(x, Tensor) and x.ndim:  # no count of steps
                 size += local_of(x).nbytes
     return size / max(1, count)
 

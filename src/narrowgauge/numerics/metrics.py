@@ -16,24 +16,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import power_below
-from narrowgauge.spec.significance import FEWEST_SPACINGS
 
 # ── updates ───────────────────────────────────────────────────────────────────────────────────────
 
-UPDATE_SUMS = (
-    "dd", "de", "ee", "nonzero", "lost", "unseen", "cc", "ct", "elements", "spacings", "at_end",
-)  # fmt: skip
+UPDATE_SUMS = ("dd", "de", "ee", "nonzero", "lost", "unseen", "elements", "at_end")
 """The order of the sums of an update: D², D·E, E², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but
-V = 0. Then C² and C·T of its weight decay, the number of elements, the sum of their decays in ulps
-of the stored weight, and the number of elements with a state at an end of its code's range.
-
-C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored
-change for D, minus the stored change for D − C at the same random bits.
+V = 0. Then the number of elements, and of those with a state at an end of its code's range.
 """
 
 
 def change_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tensor]:
-    """Return the addends of one element each to the first six of :data:`UPDATE_SUMS`, float64."""
+    """Return the addends of one element each to all but the last of :data:`UPDATE_SUMS`, float64."""
     d, e, v = intended.double(), stored.double(), visible.double()
     moved = d != 0
     return [
@@ -43,6 +36,7 @@ def change_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tens
         moved.double(),
         (moved & (e == 0)).double(),
         (moved & (v == 0)).double(),
+        torch.ones_like(d),
     ]
 
 
@@ -51,7 +45,7 @@ def _ratio(part: Tensor, total: Tensor) -> Tensor:
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of sums ``[..., 11]`` by name, float64 ``[...]`` each.
+    """Return the metrics of sums ``[..., 8]`` by name, float64 ``[...]`` each.
 
     Add sums of steps or tensors first. A metric is NaN if nothing was intended: it can neither hide
     nor raise an alarm.
@@ -59,7 +53,6 @@ def update_metrics(sums: Tensor) -> dict[str, Tensor]:
     s = dict(zip(UPDATE_SUMS, sums.double().unbind(-1), strict=True))
     # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD². Rounding may make a small one slightly negative.
     error = (s["ee"] - 2 * s["de"] + s["dd"]).clamp(min=0)
-    lost_decay = 1 - _ratio(s["ct"], s["cc"])
     return {
         # Collage (arXiv 2405.03637, §3.2) divides by ‖D‖. We divide once more, for a fraction whose
         # sums add up.
@@ -68,8 +61,6 @@ def update_metrics(sums: Tensor) -> dict[str, Tensor]:
         "lost_fraction": _ratio(s["lost"], s["nonzero"]),
         # Collage's "imprecision percentage": D = 0 counts, too.
         "imprecision_share": 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
-        # Too few ulps give no reliable number.
-        "lost_decay": torch.where(s["spacings"] >= FEWEST_SPACINGS, lost_decay, torch.nan),
     }
 
 

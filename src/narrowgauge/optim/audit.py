@@ -63,8 +63,6 @@ class AuditedUpdates:
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of
             *all* elements whose visible weight did not change.
-        lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled
-            weight decay, and in windows of too few elements.
         num_audits: audited steps in the window.
         num_events: audits of equal weight that the window is worth, by the sizes of D.
         num_moved: intended element changes that changed the stored value, over the window.
@@ -79,7 +77,6 @@ class AuditedUpdates:
     noise: float
     lost_fraction: float
     imprecision_share: float
-    lost_decay: float
     edq_error: float
     num_audits: int
     num_events: float
@@ -134,12 +131,12 @@ def factors() -> Tensor:
 
 def read(windows: Tensor) -> dict[str, Tensor]:
     """Return the fields of :class:`AuditedUpdates` of windows: float64 ``UPDATE_SUMS`` and the step,
-    ``[windows, WINDOW, 12]``, zero where no step is yet.
+    ``[windows, WINDOW, 9]``, zero where no step is yet.
 
     Sum first, then divide. The delta method gives the error of the EDQ, a ratio of sums over the
     steps.
     """
-    dd, de, _, nonzero, lost, *_, elements, _, at_end, steps = windows.unbind(2)
+    dd, de, _, nonzero, lost, _, elements, at_end, steps = windows.unbind(2)
     total = dd.sum(1)
     metrics = update_metrics(windows[:, :, :-1].sum(1))
     edq = metrics["edq"]
@@ -176,7 +173,7 @@ class Auditor:
     Attributes:
         every: steps between audits; 0 never audits.
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
-            tensors, float64 ``[tensors, 11]``. They may still be in flight on a device.
+            tensors, float64 ``[tensors, 8]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
         windows: the last sums of each tensor, as :func:`read` takes them.
         places: those of the tensors in ``windows``. ``None`` stands for all together.
@@ -297,9 +294,9 @@ class Audit(dict[str, AuditedUpdates]):
         return "\n".join(lines)
 
 
-HEAD = "    EDQ      ±  updates lost  decay lost    noise  audits  last step  tensor"
+HEAD = "    EDQ      ±  updates lost    noise  audits  last step  tensor"
 LINE = (
-    "{1.edq:7.3f}{1.edq_error:7.3f}{1.lost_fraction:14.1%}{1.lost_decay:12.1%}{1.noise:9.3f}"
+    "{1.edq:7.3f}{1.edq_error:7.3f}{1.lost_fraction:14.1%}{1.noise:9.3f}"
     "{1.num_audits:8}{1.last_step:11}  {0}"
 )
 
@@ -328,9 +325,9 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         ...     weight.grad = torch.ones_like(weight)
         ...     optimizer.step()
         >>> ng.audit(optimizer)
-            EDQ      ±  updates lost  decay lost    noise  audits  last step  tensor
-          0.000  0.000        100.0%        nan%    1.000       3          3  param 0
-          0.000  0.000        100.0%        nan%    1.000       3          3  all 1 tensors
+            EDQ      ±  updates lost    noise  audits  last step  tensor
+          0.000  0.000        100.0%    1.000       3          3  param 0
+          0.000  0.000        100.0%    1.000       3          3  all 1 tensors
         >>> ng.audit(optimizer)["param 0"].lost_fraction
         1.0
     """

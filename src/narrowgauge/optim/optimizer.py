@@ -364,21 +364,6 @@ class Optimizer(torch.optim.Optimizer):
         self.settle()
         return int(self.state.get(parameter, {}).get("step", 0))
 
-    def bytes_per_param(self) -> float:
-        """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and the states that
-        there are.
-        """
-        total = count = 0
-        for parameter in self._parameters():
-            local = local_of(parameter)
-            count += local.numel()
-            gradient_dtype = parameter.grad_dtype or parameter.dtype
-            total += local.nbytes + local.numel() * gradient_dtype.itemsize
-            state = self.local_state(parameter)
-            if state is not None:
-                total += sum(tensor.nbytes for tensor in state.tensors.values())
-        return total / max(1, count)
-
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.metrics import change_terms
-from narrowgauge.optim import codes, definition
+from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import Numbers, finite_or_zero, named
+from narrowgauge.optim.kernel import finite_or_zero, named
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.table import Batch, Part, step_alone
+from narrowgauge.optim.table import Batch, Part
 from narrowgauge.optim.walk import spans
 from narrowgauge.torch_support.torch_names import to_device
 
@@ -133,9 +133,10 @@ class Sample:
         else:
             gradient = self._read(batch, part, 1)[:, None]
             weight = torch.zeros((), device=gradient.device)
-        if not isinstance(rule, Rule):
-            return
         scalars = named(rule, part.numbers.values)
+        if not isinstance(rule, Rule):
+            self.change = self.change + weight * scalars[rule.decay]
+            return
         scale = scalars["gradient_scale"]
         slopes = gradient.float().to(scale.dtype) * scale
         self.change, *moments = rule.update(weight.to(scale.dtype), slopes, *self._moments, scalars)
@@ -151,40 +152,17 @@ class Sample:
         assert self.before is not None
         rule = self.kernel.rule
         options = dict(zip(rule.scalars, part.numbers.scalars, strict=True))
-        rate = options.get(rule.decay, 0.0)
         before = _lane(self.before)
         after = _lane(self._copies(batch, part))
         weight = codes.read_weight(self.storage, before)
         stored = codes.read_weight(self.storage, after) - weight
         seen = codes.visible_value(self.storage.visible, after.visible)
         seen = seen - codes.visible_value(self.storage.visible, before.visible)
-        intended = self.change
-        decay = arrived = torch.zeros_like(stored)
-        if rate:
-            decay = finite_or_zero(weight) * named(rule, part.numbers.values)[rule.decay]
-            step_without_decay(batch, self.before, part.numbers)
-            arrived = stored - (codes.read_weight(self.storage, _lane(self.before)) - weight)
-            if not isinstance(rule, Rule):
-                intended = self.change + decay
-        terms = change_terms(intended, stored, seen)
-        terms += [decay.double().square(), decay.double() * arrived, torch.ones_like(terms[0])]
-        terms.append(torch.full_like(terms[0], abs(rate) * self.storage.weight.spacings))
+        terms = change_terms(self.change, stored, seen)
         terms.append(codes.at_end(self.storage, after, options.get("eps", 0.0)).double())
         lengths = to_device(self.counts, stored.device)
         # Without a check, which would wait for the device.
         return torch.segment_reduce(torch.cat(terms, 1), "sum", lengths=lengths, unsafe=True)
-
-
-def step_without_decay(batch: Batch, state: LocalState, numbers: Numbers) -> None:
-    """Step copies from before a step, as the step did, without decay."""
-    rule: Any = batch.kernel.rule
-    scalars = list(numbers.scalars)
-    scalars[rule.scalars.index(rule.decay)] = 0.0
-    numbers = Numbers(batch.kernel, numbers.control, scalars, numbers.key)
-    if batch.table is None:
-        definition.run(state, numbers)
-    else:
-        step_alone([state], numbers, batch.table.device)
 
 
 def _lane(state: LocalState) -> Lane:

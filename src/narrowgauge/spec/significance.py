@@ -1,4 +1,4 @@
-"""Student's t, and where updates and decay count as lost: shared by the comparison of seeds and the
+"""Student's t, and where updates count as lost: shared by the comparison of seeds and the
 audit of steps.
 """
 
@@ -9,12 +9,6 @@ from functools import lru_cache
 
 MIN_EDQ = 0.9
 """A storage with a lower effective descent quality loses its updates."""
-FEWEST_SPACINGS = 400
-"""Ulps of decay of a tensor, over all elements and steps, from which its lost fraction is read.
-
-If decay arrives on average, the standard error of the fraction over ``n`` ulps is at most ``√(3 /
-n)`` for normally distributed weights: 0.09.
-"""
 
 
 @lru_cache(maxsize=256)

@@ -86,14 +86,6 @@ class Code:
         return replace(self, hold=False, lowest=lowest)
 
     @property
-    def spacings(self) -> float:
-        """Return the least number of ulps in a normal value.
-
-        For an expansion, count ulps of its last part.
-        """
-        return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
-
-    @property
     def is_window(self) -> bool:
         """Tell whether the code stores a window of binades instead of float32's own exponent."""
         return self.exponent_bits < 8

@@ -38,8 +38,7 @@ class Rule:
         monotone: whether larger magnitudes of gradient, weight and old states give larger
             magnitudes of new states. Then the largest of a block bound its new states: storages with
             a scale for each block of a state need it.
-        decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps
-            again with 0 in its place. Empty without one.
+        decay: name of the scalar −lr · weight_decay of decoupled weight decay; empty without one.
 
     Example:
         >>> import torch
