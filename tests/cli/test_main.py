@@ -27,11 +27,10 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     return stand_in
 
 
-def test_a_flag_overrules_the_file_and_the_file_the_default(train: Mock, tmp_path: Path) -> None:
-    (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\n")
-    result = call("train", "--data", "tokens", "--config", "my.toml", "--steps", "9")
+def test_flags_that_were_named_are_passed_on(train: Mock) -> None:
+    result = call("train", "--data", "tokens", "--steps", "9")
     assert result.exit_code == 0, result.stderr
-    assert train.call_args.args == ({"data": "tokens", "steps": 9, "batch_size": 4},)
+    assert train.call_args.args == ({"data": "tokens", "steps": 9},)
 
 
 def test_an_interruption_is_a_line(train: Mock) -> None:

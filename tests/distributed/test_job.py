@@ -17,7 +17,7 @@ from trainer.tiny_runs import call
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("train", "--config", "nowhere"), "DataError: Cannot read the settings file nowhere"),
+        (("show", "recipe", "nowhere"), "RecipeError: no recipe is named"),
         (
             ("compare", "--recipes", "bfloat16/word"),
             "RankError: Cannot run narrowgauge compare on 2 ranks.",

@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.spec.significance import student_t
 
-FEW_PERCENT = {1: 12.706, 2: 4.303, 4: 2.776, 11: 2.201, 120: 1.980}
+FEW_PERCENT = {1: 12.706, 2: 4.303, 4: 2.776, 11: 2.201, 20: 2.086, 120: 2.086}
 ONE_IN_10_000 = {4: 13.034, 10: 5.694, 19: 4.590}
 
 

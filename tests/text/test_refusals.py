@@ -53,10 +53,6 @@ COMMANDS = {
     "export nowhere out": ("RecordError", "it has no checkpoint"),
     "report nowhere": ("RecordError", "No run in nowhere"),
     # settings
-    "train --config nowhere.toml": ("DataError", r"nowhere\.toml"),
-    "train --config unknown.toml": ("RecipeError", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
-    "train --config damaged.toml": ("DataError", r"Cannot read the settings file damaged\.toml"),
-    "train --config number.toml": ("RecipeError", "A recipe is a name in quotes"),
     "train --recpie x": ("UsageError", "--recpie"),
     "train --recipe bfloat16/wrod": ("RecipeError", "no storage is named 'wrod'. Did you mean 'word'?"),
     "train --recipe x/word": ("RecipeError", "no compute is named 'x'"),
@@ -109,10 +105,7 @@ for line in sys.stdin:
 
 
 def make_files(folder: Path) -> None:
-    """Make tokens, files of settings, a finished run and one of another program."""
-    (folder / "unknown.toml").write_text("batch-size = 8")
-    (folder / "damaged.toml").write_text("steps = [")
-    (folder / "number.toml").write_text("recipe = 3")
+    """Make tokens, a finished run and one of another program."""
     Record.create(folder / "odd", {"recorder": {"program": "mine.py"}}).close()
     tokens = write_tokens(["text " * 2000], load_tokenizer(None), folder / "ids")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}

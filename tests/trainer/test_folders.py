@@ -112,7 +112,7 @@ STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
     ),
     "stopped, settings damaged": ("stopped", damage_settings, (0, "Finished after 4")),
     "stopped, pruned": ("stopped", prune, GONE),
-    "stopped, pruned, events lost": ("stopped", both(prune, remove("events.jsonl")), GONE),
+    "stopped, pruned, events lost": ("stopped", both(prune, remove("events.jsonl")), (0, "begins again")),
     "stopped, pruned, settings damaged": ("stopped", both(prune, damage_settings), (2, "is damaged")),
     "stopped, pruned, settings lost": ("stopped", both(prune, remove("run.toml")), (2, "not to be overwritten")),
     "no checkpoint yet": ("stopped", keep_first_row, (0, "begins again")),

@@ -20,7 +20,7 @@ _METAVARS = {str: "TEXT", int: "N", float: "X"}
 
 
 def of_settings(*, compared: bool = False) -> list[click.Parameter]:
-    """Return a flag per setting. Flags default to ``None``, so that a file can set them.
+    """Return a flag per setting. Flags default to ``None``, so that a run in the folder can set them.
 
     Those of ``compared`` runs lack the settings of a single run.
     """

@@ -1,8 +1,7 @@
 """The commands. Each parses its arguments, calls one function, and prints the result.
 
-Every flag of ``train`` is a field of ``Settings``, a key of a ``--config`` file, and a key of
-``run.toml``. Flags override the file, and the file overrides defaults. Commands check their input
-first, and import PyTorch (some seconds) only then.
+Every flag of ``train`` is a field of ``Settings`` and a key of ``run.toml``. Commands check their
+input first, and import PyTorch (some seconds) only then.
 """
 
 from __future__ import annotations
@@ -19,38 +18,16 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RankError, RecipeError
+from narrowgauge.errors import ChipError, RankError
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.foreign_logs import log_file
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.notation import parse_names
-from narrowgauge.spec.toml import read_file, refuse_unknown
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
-
-
-def _train(settings: dict[str, Any]) -> None:
-    """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
-    from narrowgauge.distributed import job
-    from narrowgauge.trainer.settings import enter
-
-    if job.world_size() == 1:
-        # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
-        entry = enter(settings)
-        if entry.is_finished:
-            return click.echo(
-                f"{entry.settings.folder} is finished: {counted(entry.step, 'step')}."
-            )
-    from narrowgauge.trainer import train as trainer
-
-    with job.joined():
-        folder = trainer.train(settings)
-    if job.rank() == 0:
-        click.echo(folder)
-    return None
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
@@ -181,11 +158,7 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 
 
 @main.command("train", params=flags.of_settings())
-@click.option(
-    "--config", "file", metavar="FILE", type=_path,
-    help="A TOML file of the same settings (batch_size = 8); flags override it.",
-)  # fmt: skip
-def train(file: Path | None, **settings: Any) -> None:
+def train(**settings: Any) -> None:
     """Train a language model on tokens, and record it in a run folder.
 
     The same command continues a run that was stopped, bit for bit; --out RUN alone takes its
@@ -193,11 +166,24 @@ def train(file: Path | None, **settings: Any) -> None:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
-    named: dict[str, Any] = {}
-    if file is not None:
-        named = read_file(file, "settings file", "Name a UTF-8 TOML file.")
-        refuse_unknown(named, settings, str(file), RecipeError)
-    _train(named | flags.passed(settings))
+    from narrowgauge.distributed import job
+    from narrowgauge.trainer.settings import enter
+
+    named = flags.passed(settings)
+    if job.world_size() == 1:
+        # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
+        entry = enter(named)
+        if entry.is_finished:
+            return click.echo(
+                f"{entry.settings.folder} is finished: {counted(entry.step, 'step')}."
+            )
+    from narrowgauge.trainer import train as trainer
+
+    with job.joined():
+        folder = trainer.train(named)
+    if job.rank() == 0:
+        click.echo(folder)
+    return None
 
 
 @main.command(
@@ -290,7 +276,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     """
     from narrowgauge.planner.trace import is_trace, read_trace
 
-    if is_trace(run) and not is_log(run):
+    if is_trace(run) and log_file(run) is None:
         table = read_trace(run, other)
         return _print(as_json, table.rows, table)
     from narrowgauge.measuring import diagnose as diagnosing

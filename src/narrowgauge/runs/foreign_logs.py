@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors
-from narrowgauge.runs.schema import STEP, Row
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.toml import load_data
 
 NAMES: dict[str, list[str]] = load_data("log_names", "runs")
@@ -55,49 +56,42 @@ def log_file(path: Path) -> Path | None:
 
     A folder may hold many tables, so none of them is its log.
     """
-    if path.is_file():
-        is_known = path.suffix.lower() in (".csv", ".log", ".txt") or _is_state(path)
-        return path if is_known else None
-    return next(filter(Path.is_file, (path / _STATE, path / _METRICS)), None)
+    with disk_errors(path):
+        if path.is_file():
+            is_known = path.suffix.lower() in (".csv", ".log", ".txt") or _is_state(path)
+            return path if is_known else None
+        return next(filter(Path.is_file, (path / _STATE, path / _METRICS)), None)
 
 
 def _is_state(file: Path) -> bool:
     """Return whether a file is a ``trainer_state.json``, under any name."""
-    return file.name == _STATE or (
-        file.suffix.lower() == ".json" and b'"log_history"' in file.read_bytes()
-    )
-
-
-def is_log(path: Path) -> bool:
-    """Return whether a path is a log that can be read, or a folder with one."""
-    with disk_errors(path):
-        return log_file(path) is not None
+    return file.suffix.lower() == ".json" and b'"log_history"' in file.read_bytes()
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
     """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a
     log.
-
-    Lightning counts steps from 0: its step 9 is our step 10.
     """
-    with disk_errors(path):
-        file = log_file(path)
-        if file is None:
-            return None
+    file = log_file(path)
+    if file is None:
+        return None
+    with disk_errors(file):
         try:
             rows = _rows_of(file)
-            by_step = _by_step(rows, shift=int(file.name == _METRICS))
+            names = dict.fromkeys(chain.from_iterable(rows))
+            by_step = _by_step(rows, names, is_from_zero=file.name == _METRICS)
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             raise damaged(file, error) from error
     steps = []
     evals = []
     for step, row in by_step.items():
-        if STEP.keys() & row:
-            steps.append({"step": step, **{name: row[name] for name in row if name in STEP}})
-        if "val_loss" in row:
-            evals.append({"step": step, "val_loss": row["val_loss"]})
+        val_loss = row.pop("val_loss", None)
+        if val_loss is not None:
+            evals.append({"step": step, "val_loss": val_loss})
+        if row:
+            steps.append({"step": step, **row})
     if not steps and not evals:
-        columns = ", ".join(sorted(map(str, rows[0]))[:8]) if rows else "no rows"
+        columns = ", ".join(sorted(map(str, names))[:8]) or "no rows"
         raise RecordError(
             f"{file} holds no loss at a step. It has {columns}.",
             f"If one of its columns is the loss, name it {NAMES['loss'][0]}.",
@@ -105,11 +99,10 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    if file.name in (_STATE, _METRICS):
-        path = file.parent
+    is_of_one_chip = named(names, "tokens_per_second") in _OF_ONE_CHIP
     return {
-        "path": path,
-        "run": {SOURCE: {"file": str(file), "of_one_chip": _is_of_one_chip(rows)}},
+        "path": file.parent if file.name in (_STATE, _METRICS) else path,
+        "run": {SOURCE: {"file": str(file), "of_one_chip": is_of_one_chip}},
         "steps": steps,
         "evals": evals,
         "summary": summary,
@@ -138,34 +131,24 @@ def _titan_row(line: str) -> Row:
     return row
 
 
-def _is_of_one_chip(rows: list[Row]) -> bool:
-    """Tell whether a log's tokens per second are of one chip."""
-    names = {name for row in rows for name in row}
-    return named(names, "tokens_per_second") in _OF_ONE_CHIP
+def _by_step(rows: list[Row], names: Iterable[str], is_from_zero: bool) -> dict[int, Row]:
+    """Return the known columns of rows by step, from 1 on; the last value of one step counts.
 
-
-def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
-    """Return the known columns of rows by step; the last value of one step counts.
-
-    Losses that begin at step 0 are of step 1.
+    Lightning counts steps from 0: its step 9 is our step 10. So does a log whose first loss is of
+    step 0.
     """
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
-    column_names = {column: named(names, column) for column in NAMES}
-    step_name = column_names.pop("step")
+    columns = {column: named(names, column) for column in NAMES}
     by_step: dict[int, Row] = {}
     for row in rows:
-        step = _number(row.get(str(step_name)))
-        if step is None or not step.is_integer():
-            continue
-        columns = by_step.setdefault(int(step) + shift, {})
-        for column, name in column_names.items():
+        values = {}
+        for column, name in columns.items():
             value = _number(row.get(str(name)))
             if value is not None:
-                columns[column] = value
-    with_loss = [step for step, row in by_step.items() if "loss" in row]
-    first = int(min(with_loss, default=1) == 0)
+                values[column] = value
+        step = values.pop("step", 0.5)
+        if step.is_integer():
+            by_step.setdefault(int(step), {}).update(values)
+    first = int(is_from_zero or "loss" in by_step.get(0, {}))
     return {step + first: by_step[step] for step in sorted(by_step)}
 
 

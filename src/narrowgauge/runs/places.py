@@ -16,7 +16,7 @@ from pathlib import Path
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync
 from narrowgauge.runs.finding import told
-from narrowgauge.runs.foreign_logs import LOGS, is_log
+from narrowgauge.runs.foreign_logs import LOGS, log_file
 
 if sys.platform != "win32":
     import fcntl
@@ -147,15 +147,12 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """
     places: list[Path] = []
     for path in map(Path, paths):
-        inside: list[Path] = []
+        runs: list[Path] = []
         with disk_errors(path):
-            if path.is_dir() and not is_run(path):
-                inside = sorted(filter(Path.is_dir, path.iterdir()))
-        runs = [place for place in (path, *inside) if is_run(place)]
-        if not runs and is_log(path):
-            runs = [path]
-        elif not runs:
-            runs = list(filter(is_log, inside))
+            inside = sorted(filter(Path.is_dir, path.iterdir())) if path.is_dir() else []
+            for is_kind in (is_run, log_file):
+                for group in ([path], inside):
+                    runs = runs or list(filter(is_kind, group))
         if not runs:
             raise RecordError(
                 f"No run in {path}.",

@@ -76,19 +76,15 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
     """Return the numbers of a row under their tags, as experiment trackers draw them.
 
     Args:
-        kind: ``"steps"``, ``"evals"`` or ``"events"``; others have none. The number of an event is
-            its value, or 1.
+        kind: ``"steps"`` or ``"evals"``; others have none.
     Example:
-        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5})
-        {'validation/loss': 2.5}
+        >>> numbers_of("steps", {"step": 3, "loss": 2}), numbers_of("evals", {"step": 3, "val_loss": 2.5})
+        ({'train/loss': 2.0}, {'val_loss': 2.5})
     """
-    numbers: dict[str, Any] = {}
-    if kind == "events":
-        numbers[f"events/{row['what']}"] = row.get("value") or 1
-    elif kind == "evals":
-        numbers["validation/loss"] = row.get("val_loss")
-    elif kind == "steps":
-        for name, value in row.items():
-            if name in STEP and STEP[name].type == "number":
-                numbers[f"train/{name}"] = value
-    return {tag: float(value) for tag, value in numbers.items() if value is not None}
+    numbers = {}
+    for name, value in row.items():
+        if kind == "steps" and name in STEP and STEP[name].type == "number" and value is not None:
+            numbers[f"train/{name}"] = float(value)
+    if kind == "evals" and "val_loss" in row:
+        numbers["val_loss"] = float(row["val_loss"])
+    return numbers

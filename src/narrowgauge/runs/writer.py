@@ -7,8 +7,10 @@ process ends.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors, read_bytes, write_whole
-from narrowgauge.runs.places import ROW_FILES, RUN_FILES, lock, require_free, unlock
+from narrowgauge.runs.atomic_io import disk_errors, write_whole
+from narrowgauge.runs.places import ROW_FILES, lock, require_free, unlock
 from narrowgauge.runs.record import lines_in, read_settings, rows_in
 from narrowgauge.runs.schema import VERSION, Row
+from narrowgauge.spec import tables
 
 
 class Record:
@@ -75,18 +78,20 @@ class Record:
         """
         read_settings(Path(path))
         record = cls(path)
-        for name in ROW_FILES:
-            record._keep(name)
+        for kind in ROW_FILES:
+            file = record.path / f"{kind}.jsonl"
+            deque(rows_in(file, record.notes), 0)
+            _cut(file, math.inf)
         return record
 
     def rewind(self, step: int) -> None:
         """Move the rows after a step, and the summary, to ``KIND.jsonl.cut`` and
         ``summary.json.cut``, because a resume from its checkpoint writes them again. Keep the events.
         """
-        for name in ROW_FILES:
-            if name != "events":
-                self._keep(name, step)
-        _move_to_cut(self.path / "summary.json")
+        for kind in ROW_FILES:
+            if kind != "events":
+                _cut(self.path / f"{kind}.jsonl", step)
+        _cut(self.path / "summary.json", step)
 
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, for a resume that changes its settings.
@@ -126,45 +131,26 @@ class Record:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _keep(self, name: str, last_step: float = float("inf")) -> None:
-        """Move damaged lines, a torn last one, and rows after a step to ``NAME.jsonl.cut``."""
-        file = self.path / f"{name}.jsonl"
 
-        def lines(are_kept: bool) -> Iterator[bytes]:
-            for line, row in lines_in(file):
-                if are_kept == (row is not None and row["step"] <= last_step):
-                    yield line
+def _cut(file: Path, last_step: float) -> None:
+    """Move damaged lines, a torn last one, and rows after a step to ``FILE.cut``. If no line is
+    left, remove the file.
+    """
 
-        if any(lines(are_kept=False)):
-            for _ in rows_in(file, self.notes):
-                pass
-            _append(file, lines(are_kept=False))
-            write_whole(file, lines(are_kept=True))
+    def lines(are_kept: bool) -> Iterator[bytes]:
+        for line, row in lines_in(file):
+            if are_kept == (row is not None and row["step"] <= last_step):
+                yield line
 
-
-def set_aside(path: Path) -> None:
-    """Move the whole record of a run to ``FILE.cut``, because the run begins again."""
-    if path.is_dir():
-        with Record(path):
-            for name in RUN_FILES:
-                _move_to_cut(path / name)
-
-
-def _move_to_cut(file: Path) -> None:
-    content = read_bytes(file)
-    if content is not None:
-        _append(file, [content])
-        with disk_errors(file):
+    if any(lines(are_kept=False)):
+        cut = file.with_name(f"{file.name}.cut")
+        with disk_errors(cut), cut.open("ab") as stream:
+            for line in lines(are_kept=False):
+                stream.write(line.rstrip(b"\n") + b"\n")
+            os.fsync(stream.fileno())
+        write_whole(file, lines(are_kept=True))
+        if not file.stat().st_size:
             file.unlink()
-
-
-def _append(file: Path, lines: Iterable[bytes]) -> None:
-    """Append lines that are about to leave a file to ``FILE.cut``."""
-    cut = file.with_name(f"{file.name}.cut")
-    with disk_errors(cut), cut.open("ab") as stream:
-        for line in lines:
-            stream.write(line if line.endswith(b"\n") else line + b"\n")
-        os.fsync(stream.fileno())
 
 
 def _line(row: Row) -> bytes:
@@ -172,19 +158,14 @@ def _line(row: Row) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Return a value that JSON and TOML have: without ``None`` in tables, numbers of NumPy and
-    PyTorch as Python's, all else as text.
-
-    NaN and infinities stay.
+    """Return a value that JSON and TOML have, as :func:`narrowgauge.spec.tables.plain` does, without
+    ``None`` in tables. NaN and infinities stay.
     """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(name): plain(x) for name, x in value.items() if x is not None}
-    if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
-    is_plain = isinstance(value, (bool, int, float, str, type(None)))
-    return value if is_plain else str(value)
+    return tables.plain(value, object_hook=_without_none)
+
+
+def _without_none(table: Row) -> Row:
+    return {name: value for name, value in table.items() if value is not None}
 
 
 LISTED = 20

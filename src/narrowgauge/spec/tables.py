@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -71,10 +69,8 @@ def write(parts: Table | Sequence[Table]) -> None:
 
 
 def write_json(value: Row | Sequence[Row]) -> None:
-    """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``,
-    ``-inf`` and ``nan``.
-    """
-    print(json.dumps(json_value(value), indent=1, allow_nan=False), flush=True)
+    """Print one JSON value, as :func:`json_value` returns it."""
+    print(json.dumps(json_value(value), indent=1), flush=True)
 
 
 def cell_text(value: Any) -> str:
@@ -93,15 +89,21 @@ def cell_text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON: numbers of NumPy and PyTorch to Python's, paths to text, NaN and
-    infinities to names.
+    """Return a value as :func:`plain` does. Infinities and NaN, which JSON lacks, become the strings
+    ``inf``, ``-inf`` and ``nan``.
     """
-    if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(json_value, value))
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    return value
+    return plain(value, parse_constant=lambda name: str(float(name)))
+
+
+def plain(value: Any, **options: Any) -> Any:
+    """Return a value as JSON and Python's numbers: those of NumPy and PyTorch too, all else as text.
+
+    ``options`` are those of ``json.loads``.
+    """
+    return json.loads(json.dumps(value, default=_plain), **options)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else str(value)

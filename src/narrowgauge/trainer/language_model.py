@@ -29,16 +29,13 @@ if TYPE_CHECKING:  # transformers takes seconds to import: each function below i
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz", ".distcp",
 )  # fmt: skip
-# Other files of training, and prepared data.
-_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "training_args", "train.", "valid.")
 
 
 def has_weights(folder: Path) -> bool:
     """Return whether a model folder holds weights, also of a kind that transformers refuses: a model
     would otherwise start from random ones.
     """
-    names = [file.name for file in folder.iterdir()]
-    return any(name.endswith(_WEIGHTS) and not name.startswith(_BESIDE) for name in names)
+    return any(file.name.endswith(_WEIGHTS) for file in folder.iterdir())
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:

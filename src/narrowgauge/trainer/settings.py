@@ -1,5 +1,4 @@
-"""The settings of ``narrowgauge train``: a field is a flag, a key of a ``--config`` file, and a
-setting in the record.
+"""The settings of ``narrowgauge train``: a field is a flag, and a setting in the record.
 
 Nothing here needs PyTorch.
 """
@@ -182,69 +181,55 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     folder = settings.folder
     checkpoint = None
     events = []
+    reasons = []
     if checkpoints.folders(folder):
         checkpoint, damaged = checkpoints.require(folder)
         notes = checkpoints.notes_of(checkpoint)
-        events += [
-            ("damaged-checkpoint", f"{name} does not match its checksums") for name in damaged
-        ]
+        for name in damaged:
+            events.append(("damaged-checkpoint", f"{name} does not match its checksums"))
     elif is_run(folder):
         notes = _notes_of_record(folder)
-        if notes["step"] == 0:
-            events.append(("note", "no checkpoint was saved yet, so the run begins again"))
     else:
         require_free(folder)
         return Entry(settings.checked(num_ranks))
     before = Settings(**notes["settings"])
     settings = Settings(**{**notes["settings"], **named, "out": str(folder)}).checked(num_ranks)
     step = notes["step"]
-    told = (read_summary(folder, []) or {}).get("steps", 0)
-    is_finished = (step if checkpoint is None else told) >= settings.steps
-    fixed = []
+    summary = read_summary(folder, []) or {}
+    last = max(notes.get("last", 0), summary.get("steps", 0))
+    is_finished = last >= settings.steps
     if is_finished:
-        step = max(step, told)
-    elif checkpoint is None and step:
-        fixed.append("its checkpoints are gone")
-    for name, words in _changes(before, settings).items():
-        events.append(("changed-settings", f"{words} at step {step}"))
-        if step >= settings.steps or name in FIXED:
-            fixed.append(words)
+        step = max(step, last)
+    elif checkpoint is None and notes["was_saved"]:
+        reasons.append("its checkpoints are gone")
+    elif checkpoint is None:
+        events.append(("note", "no checkpoint was saved yet, so the run begins again"))
+    for name, old in vars(before).items():
+        new = getattr(settings, name)
+        if name not in ("out", "data", "stop_after") and new != old:
+            words = f"{name} was {old} and is {new}"
+            events.append(("changed-settings", f"{words} at step {step}"))
+            if step >= settings.steps or name in FIXED:
+                reasons.append(words)
     if notes["tokens"] not in ("", open_tokens(settings.data).fingerprint):
-        fixed.append(f"the tokens in {settings.data} are not those that it started with")
-    if fixed and step:
+        reasons.append(f"the tokens in {settings.data} are not those that it started with")
+    if reasons:
         raise RecordError(
-            f"Cannot continue {folder} after step {step} because {fixed[0]}.",
+            f"Cannot continue {folder} after step {max(step, last)} because {reasons[0]}.",
             "Leave the setting as it was, or start another run with another --out.",
         )
     return Entry(settings, checkpoint, step, tuple(events), is_finished)
 
 
-def _changes(before: Settings, after: Settings) -> dict[str, str]:
-    """Return a phrase for each setting of the training that differs."""
-    changes = {}
-    for name, old in vars(before).items():
-        new = getattr(after, name)
-        if name not in ("out", "data", "stop_after") and new != old:
-            changes[name] = f"{name} was {old} and is {new}"
-    return changes
-
-
 def _notes_of_record(folder: Path) -> dict[str, Any]:
-    """Return the notes of a run without a checkpoint.
-
-    The step is 0, and the run may begin again, if it never had a checkpoint and did not end.
-    """
+    """Return the notes of a run without a checkpoint: it ended, lost its checkpoints, or begins again."""
     run = read_run(folder)
     if set(run.config) != NAMES:  # of another program
         require_free(folder)
-    step = (run.summary or {}).get("steps", 0)
-    saved = [event["step"] for event in run.events if event["what"] == "checkpoint"]
     last = 0
     for row in run.steps:
         last = row["step"]
-    planned = run.config["steps"]
-    every = run.config["checkpoint_every"] or planned
-    if saved or last >= planned or last > every:
-        step = max(step, last, *saved)
-    settings = {**run.config, "stop_after": 0}
-    return {"step": step, "settings": settings, "tokens": run.data_fingerprint}
+    return {
+        "step": 0, "last": last, "settings": {**run.config, "stop_after": 0}, "tokens": run.data_fingerprint,
+        "was_saved": any(event["what"] == "checkpoint" for event in run.events),
+    }  # fmt: skip

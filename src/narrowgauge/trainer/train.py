@@ -42,7 +42,7 @@ from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.schema import EVAL, STEP, Row
-from narrowgauge.runs.writer import Record, set_aside
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.notation import parse
 from narrowgauge.torch_support.put_back import generators_put_back
 from narrowgauge.trainer import checkpoints, language_model
@@ -273,7 +273,8 @@ def load(checkpoint: Path) -> Session:
 def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session."""
     settings = run.settings
-    run.here.of_first(lambda: _prepare_folder(entry))
+    if entry.checkpoint is not None:
+        run.here.of_first(lambda: _mend(settings))
     data = {"fingerprint": run.tokens.fingerprint, "unigram_loss": run.tokens.unigram_loss()}
     recorder = RunRecorder(
         settings.folder, run.model, run.optimizer, settings=vars(settings),
@@ -289,12 +290,8 @@ def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> Ru
     return recorder
 
 
-def _prepare_folder(entry: Entry) -> None:
-    """Set the record of a run that begins again aside, and write a damaged ``run.toml`` again."""
-    settings = entry.settings
-    if entry.checkpoint is None:
-        set_aside(settings.folder)
-        return
+def _mend(settings: Settings) -> None:
+    """Write a damaged ``run.toml`` again."""
     try:
         read_settings(settings.folder)
     except RecordError:
