@@ -161,7 +161,6 @@ def test_a_place_with_unusual_rounding_sets_no_bound() -> None:
     sigma = torch.rand(32, 1, generator=torch.Generator().manual_seed(0))
     result = ng.same(Clock(BFLOAT16), Clock(FLOAT32), sigma)
     assert result[0].tensor == "layer, input" and result[0].value > 0.3 > result[0].bound
-    assert any("more than usual" in line for line in result.lines)
 
 
 def test_a_distance_is_relative_to_the_row_and_knows_infinities() -> None:
@@ -239,15 +238,6 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
         assert row["differ"] == 4 and row["change"] == 1
 
 
-def test_ties_of_two_modules_are_compared() -> None:
-    tied = model_of(tie_word_embeddings=True)
-    server = copy.deepcopy(tied)
-    server.lm_head.weight = nn.Parameter(server.lm_head.weight.detach().clone())
-    result = ng.same(tied, server)
-    ties = [line.partition(":")[0] for line in result.lines if line.startswith("tied")]
-    assert not len(result) and ties == ["tied in the first alone"], result
-
-
 WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
 LARGEST = WEIGHT.abs()
 F8 = torch.float8_e4m3fn
@@ -284,21 +274,6 @@ def test_codes_are_compared_at_their_scales(form: str) -> None:
         result = ng.same(*pair)
         assert [r.what for r in result] == ["other-weights"], result
         assert result.rows[0]["factor"] == pytest.approx(factor, rel=0.02)
-
-
-@pytest.mark.parametrize("levels", [7.0, 0.875])
-def test_a_server_in_four_bits_is_of_rounding_and_one_that_is_cut_off_is_not(levels: float) -> None:
-    trainer = model_of()
-    server = copy.deepcopy(trainer)
-    weight = server.model.layers[0].self_attn.q_proj.weight
-    with torch.no_grad():
-        blocks = weight.view(-1, 32)
-        scale = blocks.abs().amax(1, keepdim=True) / 7
-        weight.copy_(((blocks / scale).round().clamp(-levels, levels) * scale).view_as(weight))
-    for pair in ((trainer, server), (server, trainer)):
-        result = ng.same(*pair, TOKENS)
-        assert result.ok == (levels == 7.0), result
-        assert any("codes of weights move" in line for line in result.lines)
 
 
 class Halved(nn.Module):

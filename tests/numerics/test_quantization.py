@@ -106,36 +106,25 @@ def test_words_are_hashes_of_logical_indices(key: int) -> None:
 # ── every cast of the table against the oracle ────────────────────────────────────────────────────
 
 
-def ours(
-    x: Tensor,
-    cast: Cast,
-    dim: int = 1,
-    *,
-    key: int = -77,
-    amax: Tensor | None = None,
-) -> Quantized:
-    words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32))
-    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, amax=amax)
+def ours(x: Tensor, cast: Cast, dim: int = 1) -> Quantized:
+    words = random_words(x.shape[0], x.shape[1], KEY)
+    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words)
 
 
-def theirs(
-    x: Tensor, cast: Cast, dim: int, *, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def theirs(x: Tensor, cast: Cast, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """What the oracle says, turned as the matrix lies."""
     drawn = uniform(random_words(*x.shape, KEY))
     turned = []
     for v in (x.float(), drawn):
         turned.append((v if dim == 1 else v.t()).contiguous().numpy())
-    result = oracle.quantize(
-        turned[0], **asdict(cast), uniform=turned[1], amax=None if amax is None else float(amax)
-    )
+    result = oracle.quantize(turned[0], **asdict(cast), uniform=turned[1])
     codes, inner, outer = (torch.from_numpy(np.ascontiguousarray(v)) for v in result)
     return (codes, inner, outer) if dim == 1 else (codes.t(), inner.t(), outer.t())
 
 
-def agree(x: Tensor, cast: Cast, dim: int, **options: Tensor | None) -> bool:
-    result = ours(x, cast, dim, **options)  # type: ignore[arg-type]
-    codes, inner, outer = theirs(x, cast, dim, **options)
+def agree(x: Tensor, cast: Cast, dim: int) -> bool:
+    result = ours(x, cast, dim)
+    codes, inner, outer = theirs(x, cast, dim)
     unscaled = torch.ones_like(codes)
     return (
         same(result.codes, codes)
@@ -218,20 +207,10 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
 @each_dim
 @pytest.mark.parametrize("cast", [*CASTS, *UNUSED], ids=str)
 def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
-    """Every kind of matrix; with another amax than its own, one that fits, is too small, is
-    nothing, or is not finite.
-    """
-    largest_values = (
-        (3.0, 0.1, 0.0, math.inf)
-        if cast.granularity == "tensor" and cast.scaling == "current"
-        else ()
-    )
-    amaxes = [None, *(torch.tensor([[v]]) for v in largest_values)]
     for name, matrix in matrices(cast):
         # Transposed, not copied: how a matrix lies must not matter.
         x = matrix if dim == 1 else matrix.t()
-        for amax in amaxes:
-            assert agree(x, cast, dim, amax=amax), name
+        assert agree(x, cast, dim), name
     assert same(ours(x.contiguous(), cast, dim).codes, ours(x, cast, dim).codes)
 
 

@@ -55,7 +55,6 @@ def quantize(
     scaling: str = "current",
     rotation: str = "none",
     uniform: Any = None,
-    amax: float | None = None,
     **_: object,
 ) -> Result:
     """A matrix cast as the table's words say; groups at the edge may be smaller than a block.
@@ -63,20 +62,16 @@ def quantize(
     Args:
         x: ``[rows, contraction]``.
         uniform: for stochastic rounding, a number in [0, 1) for each place.
-        amax: the largest magnitude to make a tensor's scale from, in place of its own.
     """
     with np.errstate(all="ignore"):
         values = rotated(x) if rotation == "hadamard" else x
         result = Result(np.empty_like(values), np.ones_like(values), np.ones_like(values))
         has_two_levels = scale == "float8_e4m3fn"
         if has_two_levels:
-            magnitude = np.abs(values).max() if amax is None else np.float32(amax)
-            result.outer[:] = whole_scale(magnitude, LARGEST[format][0] * 448)
+            result.outer[:] = whole_scale(np.abs(values).max(), LARGEST[format][0] * 448)
         for group in groups(*values.shape, granularity):
             part = values[group]
             magnitude = np.abs(part).max()
-            if amax is not None and granularity == "tensor":
-                magnitude = np.float32(amax)
             if has_two_levels:
                 outer = result.outer[0, 0]
                 inner = e4m3_scale(magnitude, outer, format, up=rounding == "stochastic")

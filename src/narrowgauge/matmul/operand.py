@@ -154,7 +154,7 @@ def _cast_whole(
         largest = fold.amax()
         unit = torch.where(largest < torch.inf, power_below(largest), torch.nan)
         fold = fold / unit
-    codes, outer = quantize_whole(x, cast, dim, words, fold, None)
+    codes, outer = quantize_whole(x, cast, dim, words, fold)
     if outer is not None and unit is not None:
         outer = outer * unit
     if dtype == torch.int8:
@@ -176,7 +176,7 @@ def _cast_blocks(
         row_blocks, rows, column_blocks, columns = x.shape
         by_row, by_column = random_words(row_blocks * rows, column_blocks * columns, key)
         words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
-    codes, inner, inverse, outer = quantize_blocks(x, cast, words, None)
+    codes, inner, inverse, outer = quantize_blocks(x, cast, words)
     # A compiler computes scales that are returned once, not at each value.
     if dtype != PAIRS:
         return (codes * inner).to(dtype), inner, inner, inverse, outer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     one, and name the first place where they differ.
 
     Weights are compared first, without calling the models: values that differ or are not
-    finite, formats, codes at their scales, ties, adapters. With ``batch``,
+    finite, formats, codes at their scales, adapters. With ``batch``,
     both run in evaluation mode, once with the weights that codes stand for. The one in fewer bits runs
     again beside float64 shadows, or both do: the smaller roundings are the bounds of modules' outputs and
     of log probabilities. Modules are paired by name. Both are as before at the end.
@@ -90,8 +90,8 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     with generators_put_back():
         codes = {row["codes"] for row in result.rows if row["codes"]}
         if codes:
-            values = _run(ours, batch).log_probs, _run(theirs, batch).log_probs
-            if isinstance(values[0], Tensor) and are_alike([values[0]], [values[1]]):
+            values = _run(ours, batch, {}).log_probs, _run(theirs, batch, {}).log_probs
+            if values[0] is not None and values[1] is not None and len(values[0]) == len(values[1]):
                 rms = float((values[0] - values[1]).square().mean().sqrt())
                 words = f"codes of weights move log probabilities by {rms:.2g} nats (RMS)"
                 result.lines += [words, "With the weights of the codes on both sides:"]
@@ -136,7 +136,7 @@ class Recording:
 
     Attributes:
         outputs: of each place; later calls of a module are places of their own.
-        shadows: of the places whose shadows are known.
+        noises: distances from the shadows, of places whose shadows are known.
         values: what the model returns.
         log_probs: of the tokens; ``None`` if the values are not logits.
         draws: whether the pass drew random numbers.
@@ -146,7 +146,7 @@ class Recording:
         self.forced = forced
         self.wide = wide
         self.outputs = Outputs()
-        self.shadows = Outputs()
+        self.noises: dict[str, float] = {}
         self.values: Any = None
         self.log_probs: Any = None
         self.draws = False
@@ -174,7 +174,7 @@ class Recording:
         tensors = [leaves[k].detach() for k in indices]
         self.outputs[place] = [x.clone() for x in tensors]
         if self.wide is not None and all(map(self.wide.follows, tensors)):
-            self.shadows[place] = [self.wide.of(x).clone() for x in tensors]
+            self.noises[place] = distance(tensors, map(self.wide.of, tensors))
         if place not in self.forced:
             return values
         for k, x in zip(indices, self.forced[place], strict=True):
@@ -191,12 +191,7 @@ def unit_at(tensors: list[Tensor]) -> float:
     return max(unit_of(x.dtype) for x in tensors)
 
 
-def are_alike(first: list[Tensor] | None, second: list[Tensor] | None) -> bool:
-    """Return whether a place of two passes has tensors of the same shapes."""
-    return [x.shape for x in first or []] == [x.shape for x in second or []]
-
-
-def distance(first: list[Tensor], second: list[Tensor]) -> float:
+def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
     """Return the largest distance between rows of two passes, relative to the row's length. For
     small rows, use a thousandth of the mean length.
     """
@@ -212,16 +207,14 @@ def distance(first: list[Tensor], second: list[Tensor]) -> float:
     return largest
 
 
-def _run(
-    side: Any, batch: Any, forced: Outputs | None = None, wide: Wide | None = None
-) -> Recording:
+def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Recording:
     """Run a side once, a module in evaluation mode.
 
     Args:
         forced: outputs that modules take and return.
         wide: keeps the shadows of the pass.
     """
-    recording = Recording(forced or {}, wide)
+    recording = Recording(forced, wide)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -255,16 +248,18 @@ def _run(
 
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
-    ours = _run(first, batch)
-    theirs = _run(second, batch)
+    ours = _run(first, batch, {})
+    theirs = _run(second, batch, {})
     if ours.draws or theirs.draws:
         reason = "a model draws random numbers in evaluation"
         result.unseen["outputs and log probabilities"] = reason
         return
-    log_probs = ours.log_probs, theirs.log_probs
     missing = []
     for place in {**ours.outputs, **theirs.outputs}:
-        if not are_alike(ours.outputs.get(place), theirs.outputs.get(place)):
+        shapes = []
+        for pass_ in (ours, theirs):
+            shapes.append([x.shape for x in pass_.outputs.get(place, ())])
+        if shapes[0] != shapes[1]:
             missing.append(place)
     if not missing and _are_equal(ours, theirs):
         result.lines.append("The bits are equal.")
@@ -273,29 +268,32 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     unit = max(ours.unit(), theirs.unit())
     # In equal formats neither side sets its own bound.
     narrow = [side for side, pass_ in ((first, ours), (second, theirs)) if pass_.unit() == unit]
-    forced = {} if missing else ours.outputs
-    beside = [_run(side, batch, forced, Wide()) for side in narrow]
-    if forced:
-        theirs = _run(second, batch, forced)
-    unusual = _compare_places(ours, theirs, beside, max(UNUSUAL, 16 * unit), result)
     if missing:
         result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
-    if log_probs[0] is None:
+        forced: Outputs = {}
+        alone = theirs
+    else:
+        forced = ours.outputs
+        alone = _run(second, batch, forced)
+    beside = [_run(side, batch, forced, Wide()) for side in narrow]
+    common = [place for place in ours.outputs if place not in missing]
+    _compare_places(common, ours, alone, beside, max(UNUSUAL, 16 * unit), result)
+    if ours.log_probs is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
         return
-    if log_probs[1] is None or log_probs[1].shape != log_probs[0].shape:
+    if theirs.log_probs is None or theirs.log_probs.shape != ours.log_probs.shape:
         raise DataError(
-            f"Cannot compare log probabilities of {counted(len(log_probs[0]), 'token')} because the "
+            f"Cannot compare log probabilities of {counted(len(ours.log_probs), 'token')} because the "
             "second model gives another number.",
             "Give both the same tokens.",
         )
-    exact = {place: forced[place] for place in unusual if forced}
     noises = []
     for side in narrow:
         wide = Wide()
-        pass_ = _run(side, batch, exact, wide)
+        pass_ = _run(side, batch, {}, wide)
         noises.append((_log_probs(wide.of(pass_.values), batch) - pass_.log_probs).abs() + unit)
-    _compare_log_probs(log_probs[1] - log_probs[0], min(noises, key=torch.norm), result)
+    noise = min(noises, key=torch.norm)
+    _compare_log_probs(theirs.log_probs - ours.log_probs, noise, result)
 
 
 def _are_equal(ours: Recording, theirs: Recording) -> bool:
@@ -309,51 +307,43 @@ def _are_equal(ours: Recording, theirs: Recording) -> bool:
 
 
 def _compare_places(
-    ours: Recording, theirs: Recording, beside: list[Recording], limit: float, result: Same
-) -> list[str]:
-    """Compare the outputs of modules, and add the reading of the first place that differs by more
-    than roundings explain; return the places with unusual roundings.
+    places: list[str],
+    ours: Recording,
+    theirs: Recording,
+    beside: list[Recording],
+    limit: float,
+    result: Same,
+) -> None:
+    """Compare outputs at places, and add the reading of the first one that differs by more than
+    roundings explain.
 
     Args:
         beside: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
+        limit: of the roundings of a place that set a bound.
     """
-    differences = {}
-    bounds = {}
-    unusual = []
+    differences: dict[str, float] = {}
+    bounds: dict[str, float] = {}
     unfollowed = []
-    for place, tensors in ours.outputs.items():
-        if not are_alike(tensors, theirs.outputs.get(place)):
-            continue
-        sizes = []
-        for recording in beside:
-            if place in recording.shadows:
-                sizes.append(distance(recording.outputs[place], recording.shadows[place]))
+    for place in places:
+        sizes = [pass_.noises[place] for pass_ in beside if place in pass_.noises]
         if not sizes:
             unfollowed.append(place)
             continue
         bounds[place] = MARGIN * min(*sizes, limit) + 3 * unit_at(beside[0].outputs[place])
-        differences[place] = distance(tensors, theirs.outputs[place])
-        if max(sizes) > limit:
-            unusual.append(place)
-            words = f"{place}: roundings there move it by {max(sizes):.2g}, more than usual"
-            result.lines.append(words)
-    result.lines += _differing(differences, bounds)
-    if unfollowed:
-        result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
-    wrong = [place for place, value in differences.items() if value > bounds[place]]
-    if wrong:
-        result.add("other-outputs", wrong, differences[wrong[0]], 0.0, bounds[wrong[0]])
-    return unusual
-
-
-def _differing(differences: dict[str, float], bounds: dict[str, float]) -> Iterator[str]:
-    """Yield how many places differ, and those that differ most beyond their bounds."""
+        differences[place] = distance(ours.outputs[place], theirs.outputs[place])
     differing = [place for place, value in differences.items() if value]
     count = counted(len(differences), "place")
-    yield f"outputs: {len(differing)} of {count} of modules differ"
+    result.lines.append(f"outputs: {len(differing)} of {count} of modules differ")
+    wrong = [place for place in differing if differences[place] > bounds[place]]
     differing.sort(key=lambda place: bounds[place] / differences[place])
     for place in differing[:MOST_PLACES]:
-        yield f"  {place}: {differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
+        result.lines.append(
+            f"  {place}: {differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
+        )
+    if unfollowed:
+        result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
+    if wrong:
+        result.add("other-outputs", wrong, differences[wrong[0]], 0.0, bounds[wrong[0]])
 
 
 def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:

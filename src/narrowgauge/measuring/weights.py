@@ -23,6 +23,7 @@ from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, pr
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
+from narrowgauge.numerics.rounding import power_below
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table
@@ -35,9 +36,6 @@ MOST_TIMES = 0.05
 """Distance from the adapters' own product that roundings of a merge may give."""
 SCALES = ("_scale", "_scale_inv")
 """Ends of the names of the scales of codes. Both multiply the codes."""
-BLOCK = 32
-MOST_LEVELS = 16
-"""Values in a block of 32 that four bits hold. Weights of 16 bits have about 30."""
 HALF_A_GAP = 17 / 32
 """Distance of a value from its code, over the gap between codes; a 32nd is of a product with an inverse
 scale.
@@ -139,19 +137,14 @@ class Tensors:
             scale = scale.repeat_interleave(repeats, dim).narrow(dim, 0, size)
         return scale.float()
 
-    def gap(self, name: str) -> Tensor | None:
-        """Return the distance between neighbours of each value, of codes, and of weights that were
-        decoded from four bits; ``None`` of others.
-        """
-        x = whole(self.values[name])
-        if name not in self.scales:
-            return _gap_of_levels(x)
-        gap = torch.ones_like(x, dtype=torch.float32)
-        if x.is_floating_point():
-            row = torch.finfo(x.dtype)
-            exponents = x.float().abs().clamp_min(row.smallest_normal).frexp().exponent
-            gap = torch.ldexp(gap * row.eps, exponents - 1)
-        return gap * self._scale(name)
+    def gap(self, name: str) -> Tensor:
+        """Return the distance of each code to the next one, times its scale."""
+        codes = whole(self.values[name])
+        if not codes.is_floating_point():
+            return self._scale(name)
+        row = torch.finfo(codes.dtype)
+        power = power_below(codes.float().abs().clamp_min(row.smallest_normal))
+        return power * row.eps * self._scale(name)
 
     @torch.no_grad()
     def write_to(self, model: nn.Module) -> None:
@@ -176,10 +169,6 @@ class Tensors:
                 names.append(name)
         return sorted(names)
 
-    def ties(self) -> set[str]:
-        """Return the names of each tensor that has several, with signs of equality."""
-        return {" = ".join(names) for names in self.names.values() if len(names) > 1}
-
 
 def _plain(name: str) -> str:
     return name_without_adapters(name).replace(".base_layer.", ".")
@@ -203,17 +192,6 @@ def _distributed(path: Path) -> dict[str, Tensor]:
     return values
 
 
-def _gap_of_levels(x: Tensor) -> Tensor | None:
-    """Return the largest gap in each block of a matrix that holds few values in each."""
-    if x.ndim != 2 or x.shape[1] % BLOCK or not x.is_floating_point():
-        return None
-    gaps = x.float().view(-1, BLOCK).sort(1).values.diff(dim=1)
-    levels = 1 + float((gaps > 0).sum(1).float().mean())
-    if not 2 < levels <= MOST_LEVELS:
-        return None
-    return gaps.amax(1).repeat_interleave(BLOCK).view_as(x)
-
-
 class Same(Readings):
     """Hold the differences of two models; ``print`` shows them.
 
@@ -221,8 +199,8 @@ class Same(Readings):
         rows: a dict for each tensor of both, the farthest first: ``name``, ``dtype``, ``values``;
             ``differ`` and ``nonfinite`` (numbers of values); ``change`` (‖second − first‖ /
             ‖first‖), ``factor`` (the multiple of the first that is nearest), ``adapter_times`` (how
-            many times more the second holds the adapters), ``codes`` (``first`` or ``second``, whose
-            values are codes).
+            many times more the second holds the adapters), ``codes`` (``first`` or ``second``, which
+            alone holds codes).
     """
 
     rows: Sequence[Row] = ()
@@ -246,10 +224,7 @@ def compare_weights(first: Weights, second: Weights) -> Same:
     unlike = [row["name"] for row in rows if row["differ"]]
     for side, here, there in (("first", before, after), ("second", after, before)):
         lone = here.alone(there)
-        ties = here.ties() - there.ties()
         unlike += lone
-        if ties and there.names:
-            result.lines.append(f"tied in the {side} alone: {told(sorted(ties))}")
         if lone:
             result.lines.append(f"only in the {side}, or in another shape: {told(lone)}")
     bad = [row["name"] for row in rows if row["nonfinite"]]
@@ -268,27 +243,31 @@ def _row(name: str, before: Tensors, after: Tensors) -> Row:
     dtype = max(dtypes, key=unit_of)
     if name in before.buffers | after.buffers or not y.is_floating_point():
         dtype = torch.promote_types(*dtypes)
+    codes = ""
+    if name in before.scales | after.scales:
+        dtype = torch.float32
+        if name not in after.scales:
+            codes = "first"
+            y = _nearest(y.float(), x, before.gap(name))
+        elif name not in before.scales:
+            codes = "second"
+            y = _nearest(y, x.float(), after.gap(name))
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
-        "adapter_times": None, "codes": "",
+        "adapter_times": None, "codes": codes, **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
     layer = (after.adapted | before.adapted).get(name)
-    if name not in before.scales | after.scales:
-        row |= _difference(x.to(dtype), y.to(dtype))
-    else:
-        row |= _difference(x, y)
     if layer is not None:
         added = y.double() - x.double()
         row["adapter_times"] = times = _difference(product_of(layer), added)["factor"]
         if row["change"] <= unit_of(dtype) and abs(times) <= MOST_TIMES:
             row["differ"] = 0  # the merge rounded once
-    elif row["differ"]:
-        for side, tensors in (("first", before), ("second", after)):
-            gap = tensors.gap(name)
-            if gap is not None:
-                is_near = (x - y).abs() <= HALF_A_GAP * gap
-                row |= {"codes": side, **_difference(x, torch.where(is_near, x, y))}
     return row
+
+
+def _nearest(y: Tensor, x: Tensor, gap: Tensor) -> Tensor:
+    """Return ``y``, but ``x`` where the two are within half a gap between codes."""
+    return torch.where((x - y).abs() <= HALF_A_GAP * gap, x, y)
 
 
 def _difference(x: Tensor, y: Tensor) -> Row:

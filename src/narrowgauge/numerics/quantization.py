@@ -73,7 +73,6 @@ def quantize(
     dim: int = 1,
     *,
     words: tuple[Tensor, Tensor] | None = None,
-    amax: Tensor | None = None,
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
 
@@ -81,18 +80,17 @@ def quantize(
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
         dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
-        amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     """
     values = x
     if cast.rotation != "none":
         values = rotate(x, dim)
     if cast.block is None:
-        codes, outer = quantize_whole(values, cast, dim, words, None, amax)
+        codes, outer = quantize_whole(values, cast, dim, words, None)
         return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
     if words is not None:
         words = blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1]))
-    codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, words, amax)
+    codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, words)
     return Quantized(codes.reshape(x.shape), inner.flatten(0, 1).flatten(1, 2), outer)
 
 
@@ -102,7 +100,6 @@ def quantize_whole(
     dim: int,
     words: tuple[Tensor, Tensor] | None,
     fold: Tensor | None,
-    amax: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
     values = x.float()
@@ -115,24 +112,22 @@ def quantize_whole(
     if cast.scaling == "static":
         return _codes(values, None, cast, words), None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
-    largest = values.abs().amax(along, keepdim=True) if amax is None else amax
-    outer = _one_level_scale(largest, cast)
+    outer = _one_level_scale(values.abs().amax(along, keepdim=True), cast)
     return _codes(values, reciprocal(outer), cast, words), outer
 
 
 def quantize_blocks(
-    blocks: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None, amax: Tensor | None
+    blocks: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Quantize a rotated matrix ``[row blocks, rows, column blocks, columns]``, see
     :func:`blocked`.
 
     Return codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the
     multiplier of the values, and the outer scale or ``None``. A compiler computes returned scales
-    once, not at each value: four times faster. ``amax`` is as for :func:`quantize`, or one per row
-    block; then each row block has its own outer scale.
+    once, not at each value: four times faster.
     """
     values = blocks.float()
-    inverse, inner, outer = _block_scales(values, cast, amax)
+    inverse, inner, outer = _block_scales(values, cast)
     return _codes(values, inverse, cast, words), inner, inverse, outer
 
 
@@ -144,9 +139,7 @@ def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
     return sides[::-1]
 
 
-def _block_scales(
-    blocks: Tensor, cast: Cast, amax: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _block_scales(blocks: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the multiplier of ``[row blocks, rows, column blocks, columns]``, and the scales of
     both levels.
     """
@@ -154,11 +147,11 @@ def _block_scales(
     if cast.scale != "float8_e4m3fn":
         inner = _one_level_scale(largest, cast)
         return reciprocal(inner), inner, None
-    peak = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
+    peak = largest.amax((0, 2), keepdim=True)
     outer = _or_nan(peak.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), peak)
     ratio = largest * (1 / cast.element.max) * reciprocal(outer)
     inner = _e4m3_scale(ratio, up=cast.needs_bits)
-    return reciprocal(inner * outer), inner, outer.view(-1, 1)
+    return reciprocal(inner * outer), inner, outer.view(1, 1)
 
 
 def _one_level_scale(largest: Tensor, cast: Cast) -> Tensor:
