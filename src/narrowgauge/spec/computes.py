@@ -5,7 +5,8 @@ A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = 
 = dyᵀ · x. Each is a :class:`Product` of two operands. Each operand has a :class:`Cast`: its format,
 granularity (which values share a scale), rounding and scaling. A :class:`Slot` says which tensor an
 operand is, and which of its dimensions the matmul contracts. Kernels, profiler, tests,
-documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
+documentation and ``narrowgauge show`` read the same table, ``data/computes.toml``. A new compute is a
+new row there.
 
 An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32``
 one per 32 terms of it, and ``column`` one per term. A scale per term cannot be factored out: it
@@ -21,6 +22,7 @@ from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
+from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.values import require_choice, require_number
 
 Granularity = str
@@ -337,128 +339,20 @@ class Compute:
         return bytes_per_number(format)
 
 
-Products = tuple[Product, Product, Product]
+def _computes() -> dict[str, Compute]:
+    """Return the rows of ``data/computes.toml``."""
+    rows = load_data("computes")
+    casts = {name: Cast(**words) for name, words in rows["casts"].items()}
+    computes = {}
+    for name, row in rows["computes"].items():
+        for place in PLACES:
+            left, right, accumulation = row[place]
+            row[place] = Product(casts[left], casts[right], accumulation)
+        computes[name] = Compute(name, **row)
+    return computes
 
 
-def _products(
-    x: Cast,
-    weight: Cast,
-    gradient: Cast,
-    accumulation: Accumulation = "float32",
-    forward: Accumulation | None = None,
-) -> Products:
-    """Return three matmuls whose operands are each cast in one way.
-
-    ``forward`` sets the output's accumulation.
-    """
-    return (
-        Product(x, weight, forward or accumulation),
-        Product(gradient, weight, accumulation),
-        Product(gradient, x, accumulation),
-    )
-
-
-def _wide(name: str) -> Products:
-    return _products(Cast(name), Cast(name), Cast(name))
-
-
-def _rotated(x: Cast, weight: Cast, gradient: Cast) -> Products:
-    """Return three matmuls; grad_weight rotates both operands."""
-    output, grad_input, grad_weight = _products(x, weight, gradient)
-    left, right = (
-        replace(cast, rotation="hadamard") for cast in (grad_weight.left, grad_weight.right)
-    )
-    return output, grad_input, Product(left, right)
-
-
-_TENSOR = Cast("float8_e4m3fn", "tensor")
-_STATIC = Cast("float8_e4m3fn", "tensor", scaling="static")
-_ROW = Cast("float8_e4m3fn", "row")
-_BLOCK = Cast("float8_e4m3fn", "1x128", "power-of-two")
-_INT8 = Cast("int8", "row")
-_INT8_BACKWARD = Product(
-    Cast("int8", "row", rounding="stochastic"), Cast("int8", "column"), "int32"
-)
-_MXFP8 = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
-_MXFP4 = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
-_NVFP4 = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn")
-_SM89 = "float8 matmuls of Ada and Hopper or later"
-_TE = "NVIDIA TransformerEngine"
-_MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
-
-_COMPUTES = (
-    Compute(
-        "float32", *_wide("float32"), dtype="float32", native="everywhere",
-        default_storage="float32",
-        purpose="the reference for all other computes", source="IEEE 754",
-    ),
-    Compute(
-        "bfloat16", *_wide("bfloat16"), native="everywhere",
-        purpose="8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
-    ),
-    Compute(
-        "float16", *_wide("float16"), dtype="float16", native="CUDA",
-        default_storage="split",
-        purpose="11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
-        source="Micikevicius et al. 2018",
-    ),
-    Compute(
-        "float8-tensor", *_products(_TENSOR, _TENSOR, _TENSOR, "promoted", "fast"), native=_SM89,
-        purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
-        source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
-    ),
-    Compute(
-        "float8-row", *_products(_ROW, _ROW, _ROW, "promoted"), native=_SM89,
-        purpose="the safe float8: a scale per token and per output, so that rows are independent",
-        source="torchao, rowwise, where scales are powers of two",
-    ),
-    Compute(
-        "float8-block", *_products(_BLOCK, replace(_BLOCK, granularity="128x128"), _BLOCK, "promoted"),
-        purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
-        source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
-    ),
-    Compute(
-        "int8-row", Product(_INT8, _INT8, "int32"), _INT8_BACKWARD, _INT8_BACKWARD, native="CPUs with VNNI, CUDA",
-        purpose="faster than bfloat16 on a CPU: int8 quantized once and saved, stochastic gradients, exact accumulation",
-        source="Xi et al. 2024, Jetfire (2403.12422), for int8 in all three matmuls; torchao, int8 mixed precision",
-    ),
-    Compute(
-        "int8-outlier-codes",
-        Product(replace(_INT8, outliers=6.0), _INT8, "int32"), *_wide("bfloat16")[1:],
-        native="CPUs with VNNI, CUDA",
-        purpose="fine-tuning and inference: input features with outliers in 16 bits, all others in int8; a byte a weight",
-        source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6; bitsandbytes",
-    ),
-    Compute(
-        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8),
-        purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only; scales round up",
-        source="NVIDIA 2025, Recipes for Pre-training LLMs with MXFP8 (2506.08027); TransformerEngine; torchao, RCEIL",
-    ),
-    Compute(
-        "mxfp4", *_rotated(_MXFP4, _MXFP4, replace(_MXFP4, rounding="stochastic", scale_rounding="up")),
-        purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
-        source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
-    ),
-    Compute(
-        "nvfp4", *_rotated(_NVFP4, replace(_NVFP4, granularity="16x16"), replace(_NVFP4, rounding="stochastic")),
-        keep_last=0.15,
-        purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
-        source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
-    ),
-    Compute(
-        "scalify", *_products(_STATIC, _STATIC, replace(_STATIC, format="float8_e5m2"), "promoted", "fast"), transform="scalify",
-        native=_SM89,
-        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places",
-        source="Balança et al. 2024, Scalify (2407.17353)",
-    ),
-    Compute(
-        "scalify-float16", *_wide("float16"), dtype="float16", transform="scalify", native="CUDA",
-        purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
-        source="Balança et al. 2024, Scalify (2407.17353)",
-    ),
-)  # fmt: skip
-
-COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
+COMPUTES: dict[str, Compute] = _computes()
 
 
 # ── slots: the six operands ───────────────────────────────────────────────────────────────────────
