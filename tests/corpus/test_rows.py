@@ -31,7 +31,7 @@ def test_a_row_is_read_as_the_table_says(row: Row, tmp_path: Path) -> None:
     told: list[Reading] = []
     for column in row.asked:
         result = COLUMNS[column](row, tmp_path / "run")
-        assert {r.what for r in result.serious} == {*getattr(row, column)}, result
+        assert {r.what for r in result.readings} == {*getattr(row, column)}, result
         told += result
         assert all(words in str(result) for words in row.says), result
         if not row.is_loop and row.section == "healthy":

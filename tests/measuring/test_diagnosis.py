@@ -33,15 +33,6 @@ def with_event(what: str, **columns: Any) -> Run:
     return run
 
 
-def test_an_alarm_of_the_audit_is_a_reading_of_the_record() -> None:
-    run = with_event("stored-share", tensor="a", value=0.5, stage="storage")
-    diagnosis = ng.diagnose(run)
-    (reading,) = diagnosis.readings
-    expected = (AT, "storage", "a", "stored-share")
-    assert (reading.step, reading.stage, reading.tensor, reading.what) == expected
-    assert reading.what in str(diagnosis) and json.dumps(diagnosis.to_dict()) and not diagnosis.ok
-
-
 def test_a_healthy_record_gives_none() -> None:
     diagnosis = ng.diagnose(with_event("checkpoint", severity="note"))
     assert diagnosis.ok and diagnosis.verdict.startswith("Nothing found: 160 rows watched; ")

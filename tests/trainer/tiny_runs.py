@@ -23,7 +23,6 @@ SHAPE = {
 }  # fmt: skip
 TIMINGS = {
     "tokens_per_second", "seconds", "wall_seconds", "step_seconds", "loader_seconds", "communication_seconds", "wait_seconds",
-    "kept",
 }  # fmt: skip
 """Columns of the clock, and of what one process remembers."""
 ENVIRONMENT = {

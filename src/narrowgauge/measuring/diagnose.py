@@ -18,11 +18,9 @@ from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.measuring.step import COLUMNS, Step
 from narrowgauge.measuring.two_runs import TwoRuns
-from narrowgauge.measuring.update_laws import ALL
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.foreign_logs import NAMES
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import number
 
 FLAGS = {
     "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
@@ -39,8 +37,6 @@ OUTSIDE = {
     "labels and masks": "",
 }
 """What no record shows."""
-_OF_ROWS = ("ng.watch", "recorder.step")
-"""Who measures the kinds that the laws read again from the rows."""
 
 
 class Diagnosis(Readings):
@@ -63,8 +59,7 @@ class Diagnosis(Readings):
         readings = readings_of(run, laws)
         looked_at = laws.looked_at()
         self.areas = [area for area in areas_of(run) if area in looked_at]
-        serious = [reading for reading in readings if reading.severity != "note"]
-        super().__init__(serious, unseen=_unseen(run, readings, looked_at))
+        super().__init__(readings, unseen=_unseen(run, looked_at))
         self.name = run.path.name or run.path.resolve().name
         self.is_finished = is_finished(run)
         rows = counted(len(run.steps), "row")
@@ -161,18 +156,13 @@ def areas_of(run: Run) -> list[str]:
     return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
 
 
-def _unseen(run: Run, readings: list[Reading], looked_at: Mapping[str, Area]) -> dict[str, str]:
-    """Return what was not looked at: areas, what the watch could not measure, and faults of a few steps,
-    which may be intended.
-    """
+def _unseen(run: Run, looked_at: Mapping[str, Area]) -> dict[str, str]:
+    """Return what was not looked at: areas, and what the watch could not measure."""
     flags = {} if run.is_foreign else FLAGS
     unseen = {area: flags.get(area, "") for area in areas_of(run) if area not in looked_at}
     for row in run.events:
         if row["what"] == "unseen":
             unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
-    for reading in readings:
-        if reading.severity == "note":
-            unseen[f"{reading.what} {reading.tensor}".rstrip()] = reading.text.rstrip(".")
     return unseen | OUTSIDE
 
 
@@ -190,8 +180,6 @@ def _shown(area: str, seen: Area, run: Run) -> str:
 def readings_of(run: Run, laws: Laws) -> list[Reading]:
     """Return the readings of a run: the first of each kind and stage. Of a count over the run return
     the newest.
-
-    The events hold those that need more than the rows.
     """
     readings: dict[tuple[str, str], Reading] = {}
     last: list[Reading] = []
@@ -201,17 +189,6 @@ def readings_of(run: Run, laws: Laws) -> list[Reading]:
             if KINDS[reading.what].over == "step":
                 readings.setdefault((reading.what, reading.stage), reading)
     readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
-    from_rows = {reading.what for reading in readings.values() if reading.tensor != ALL}
-    for row in run.events:
-        kind = KINDS.get(row["what"])
-        if kind is None or kind.by.startswith(_OF_ROWS) or kind.name in from_rows:
-            continue
-        if row.get("tensor") == ALL:  # the law reads it again
-            continue
-        tensor = str(row.get("tensor") or "")
-        numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]
-        reading = Reading(row["step"], kind.stage, tensor, kind.name, *numbers)
-        readings.setdefault((kind.name, tensor), reading)
     return [*readings.values()]
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
 from statistics import median
 
-from narrowgauge.measuring.kinds import KINDS, MOSTLY
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.step import COLUMNS, Law, Step, Tell, reads
 
 NUMBERS = ("loss", "grad_norm", "limit", "arrived", "lr", "largest", "val_loss")
 """Numbers that must be finite, in the order of a step."""
+MOSTLY = 0.9
+"""Share of the steps from which a gradient that is missing is a fault."""
 
 
 @reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
@@ -54,48 +55,28 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
 
 @reads("arrived", "zero", least=3)
 def zero_gradients(tell: Tell) -> Law:
-    """Count the steps without a gradient, and those in which one tensor alone has none."""
+    """Count the steps without a gradient, and those in which one tensor alone has none.
 
-    def names_of(step: Step) -> list[str] | None:
-        if step.arrived is None:
-            return None
-        return (step.zero or []) if step.arrived else [""]
-
-    return _shares(tell, "zero-gradients", names_of)
-
-
-@reads("kept", least=3)
-def gradients_kept(tell: Tell) -> Law:
-    """Count the steps that begin with the gradient of the step before."""
-
-    def names_of(step: Step) -> list[str] | None:
-        return None if step.kept is None else [""] * bool(step.kept)
-
-    return _shares(tell, "gradients-kept", names_of)
-
-
-def _shares(tell: Tell, kind: str, names_of: Callable[[Step], list[str] | None]) -> Law:
-    """Count the steps of a run in which something holds, for the whole step ("") or for tensors.
-
-    If it holds in all steps, report from the third on; in some, from the twentieth on: policies,
-    games, rare experts and unused tensors have such steps by design.
+    Report the first from three steps on, if all are so, and tensors from twenty on. Policies, games,
+    rare experts and layers that are dropped have such steps by design.
     """
     counts: Counter[str] = Counter()
     since: dict[str, int] = {}
     total = 0
     while True:
         step = yield
-        names = names_of(step)
-        if names is not None:
+        if step.arrived is not None:
             total += 1
+            names = (step.zero or []) if step.arrived else [""]
             counts.update(names)
             for name in names:
                 since.setdefault(name, step.step)
-        if counts and total >= (3 if counts[""] == total else 20):
-            [(first, most), *_] = ordered = counts.most_common()
-            least = min(most, MOSTLY * total)
-            names = [name for name, count in ordered if name and count >= least]
-            tell(kind, names if first else "", most / total, 0.0, step=since[first])
+        often = [name for name, count in counts.most_common() if count >= MOSTLY * total]
+        if "" in often and (total >= 20 or 3 <= counts[""] == total):
+            tell("zero-gradients", "", counts[""] / total, 0.0, step=since[""])
+        elif often and total >= 20:
+            first = often[0]
+            tell("zero-gradients", often, counts[first] / total, 0.0, step=since[first])
 
 
 @reads("arrived limit", "grad_norm skipped")

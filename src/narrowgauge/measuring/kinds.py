@@ -11,17 +11,11 @@ from dataclasses import asdict, dataclass
 from narrowgauge.spec.tables import Table
 from narrowgauge.spec.toml import load_data
 
-SEVERITIES = ("error", "warning", "note")
+SEVERITIES = ("error", "warning")
 """How serious a reading is.
 
 Error: training computes something else than it says, or changes nothing. Warning: something is lost
-that need not be. Note: nothing is lost, and it is worth a line.
-"""
-
-
-MOSTLY = 0.9
-"""Share of at least 20 steps from which a fault of a part of the steps is a warning: tasks in turn and
-layers that are dropped are healthy.
+that need not be.
 """
 
 
@@ -37,8 +31,7 @@ class Kind:
         text: the sentence of the kind. Its holes are ``value``, ``expected`` and ``bound``.
         source: source of the bound.
         severity: one of :data:`SEVERITIES`.
-        over: ``"run"`` for a count over the run: the newest reading counts; ``"share"`` for a
-            share of its steps: below :data:`MOSTLY` a note; of single tensors, and below 1, a warning.
+        over: ``"run"`` for a count over the run: the newest reading counts.
     """
 
     name: str

@@ -20,10 +20,9 @@ from narrowgauge.measuring.step import COLUMNS, Rule, Step
 TWICE = 2.0
 """Report a fault again when it is so many times as far beyond its bound."""
 RULES: tuple[Rule, ...] = (
-    gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped,
-    loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
-    gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.spikes, loss_laws.throughput,
-    loss_laws.idle_device,
+    gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
+    gradient_laws.zero_gradients, gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.spikes,
+    loss_laws.throughput, loss_laws.idle_device,
 )  # fmt: skip
 """Every law of a run."""
 
@@ -124,7 +123,7 @@ class Laws:
         """
         new = []
         for reading in self.read(step):
-            key = reading.what, reading.stage, reading.severity
+            key = reading.what, reading.stage
             if reading.excess > TWICE * self._told.get(key, -1.0):
                 self._told[key] = reading.excess
                 new.append(reading)

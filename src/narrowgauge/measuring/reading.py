@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.measuring.kinds import KINDS, MOSTLY, SEVERITIES
+from narrowgauge.measuring.kinds import KINDS, SEVERITIES
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.tables import Table
 
@@ -65,16 +65,9 @@ class Reading:
 
     @property
     def severity(self) -> str:
-        """Return the severity of its kind; of a share of the steps see :class:`Kind`."""
+        """Return the severity of its kind."""
         kind = KINDS.get(self.what)
-        if kind is None:
-            return "error"
-        share = self.value or 0.0
-        if kind.over == "share" and share < MOSTLY:
-            return "note"
-        if kind.over == "share" and (self.tensor or share < 1):
-            return "warning"
-        return kind.severity
+        return "error" if kind is None else kind.severity
 
     @property
     def excess(self) -> float:
@@ -110,11 +103,10 @@ def measured(
 
 
 def in_order(readings: Iterable[Reading]) -> list[Reading]:
-    """Sort readings: notes last, then by step, stage, and largest excess."""
+    """Sort readings by step, stage, severity, and largest excess."""
 
     def place(r: Reading) -> tuple[float, ...]:
-        severity = SEVERITIES.index(r.severity)
-        return severity == 2, r.step, STAGES.index(r.stage), severity, -r.excess
+        return r.step, STAGES.index(r.stage), SEVERITIES.index(r.severity), -r.excess
 
     return sorted(readings, key=place)
 
@@ -182,24 +174,21 @@ class Readings(Sequence[Reading]):
         self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
 
     @property
-    def serious(self) -> list[Reading]:
-        """Return the readings that are worse than a note."""
-        return [reading for reading in self.readings if reading.severity != "note"]
-
-    @property
     def ok(self) -> bool:
-        """Return whether no reading is worse than a note."""
-        return not self.serious
+        """Return whether there is no reading."""
+        return not self.readings
 
     def require(self) -> Readings:
-        """Raise if any reading is worse than a note; else return the readings.
+        """Raise if there is a reading.
 
         Raises:
             RecipeError: with the sentences of all readings.
         """
-        if self.serious:
-            message = f"Cannot continue because of {counted(len(self.serious), 'reading')} beyond the bound."
-            for reading in self.serious:
+        if self.readings:
+            message = (
+                f"Cannot continue because of {counted(len(self), 'reading')} beyond the bound."
+            )
+            for reading in self.readings:
                 message += f" {reading.what} ({reading.tensor}): {reading.text}"
             raise RecipeError(message)
         return self
@@ -224,9 +213,8 @@ class Readings(Sequence[Reading]):
         lines = list(self.lines)
         sentences: dict[str, str] = {}
         for reading in self.readings:
-            note = " (note)" if reading.severity == "note" else ""
             if reading.text:
-                sentences.setdefault(reading.what, f"{reading.what}{note}: {reading.text}")
+                sentences.setdefault(reading.what, f"{reading.what}: {reading.text}")
         if self.readings:
             table = Table(list(self.readings[:MAX_ROWS]), dict(zip(_SHOWN, _SHOWN, strict=True)))
             lines += table.plain().splitlines()

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,11 +26,9 @@ from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import STORED, Meter
 from narrowgauge.measuring.provenance import describe_run
-from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import bytes_per_param, columns_of, summary_of
-from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
@@ -162,8 +159,7 @@ class RunRecorder:
         if self._record is not None:
             undo.callback(self._record.close)
         if isinstance(self.optimizer, Optimizer):
-            undo.callback(setattr, self.optimizer, "on_alarm", self.optimizer.on_alarm)
-            self._hear(self.optimizer)
+            self.optimizer.name_parameters(self.model)
         self._must_go_back = earlier is not None
         if earlier is None:
             self.event("start", str(content["config"]["model"]))
@@ -179,20 +175,6 @@ class RunRecorder:
         run = read_run(folder)
         self._record.amend({**content, **run.run, "config": {**run.config, **settings}})
         return run
-
-    def _hear(self, optimizer: Optimizer) -> None:
-        """Log the alarms of an optimizer's audit, in addition to its user's callback."""
-        optimizer.name_parameters(self.model)
-        before = optimizer.on_alarm
-
-        def alarmed(alarms: list[Alarm]) -> None:
-            before(alarms)
-            for alarm in alarms:
-                numbers = alarm.tensor, alarm.reading.edq, 1.0
-                reading = measured("stored-share", *numbers, step=self.num_steps + 1)
-                self._append("events", reading.to_dict())
-
-        optimizer.on_alarm = alarmed
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -232,7 +214,7 @@ class RunRecorder:
                 f"Cannot continue in {self.folder} because the step of the checkpoint is unknown."
             )
             raise RecordError(words, "Call recorder.go_back(step) first.")
-        if self.folder is not None:
+        if self.folder is not None or self._on_row is not None:
             row = columns_of(self.model, self.optimizer) | row
         if row.get("tokens", 0) > self._tokens and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - self._tokens) / row["seconds"])
@@ -319,26 +301,6 @@ class RunRecorder:
                 self._tell("note", f"steps {row['step'] + 1} to {step} have no rows")
         return run
 
-    def numbers(self) -> dict[str, float]:
-        """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
-
-        ``lr`` is the rate of the first group of the last optimizer, ``stored_share`` the fraction of the
-        update that its formats stored in the last sample, and ``grad_norm`` is of the gradients that
-        reached the last step.
-        """
-        row = self.meter.last
-        numbers = {}
-        for name, column in (("lr", "lr"), ("grad_norm", "arrived")):
-            if column in row:
-                numbers[name] = row[column]
-        shares = [*row.get("stored", {}).values()]
-        if isinstance(self.optimizer, Optimizer):
-            total = audit(self.optimizer).total
-            shares = [] if total is None else [total.edq]
-        if shares:
-            numbers["stored_share"] = fmean(shares)
-        return numbers
-
     def close(self, finished: bool = True) -> None:
         """End the record, and remove every hook. A second call does nothing.
 
@@ -370,21 +332,21 @@ class RunRecorder:
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, kind: str, row: Row) -> None:
+        written = plain(row)
         if self._record is not None:
             written = self._record.append(kind, row)
-            if self._on_row is not None and kind != "fingerprints":
-                self._on_row(kind, written)
+        if self._on_row is not None and kind != "fingerprints" and self._here.is_first:
+            self._on_row(kind, written)
 
     def _read(self, step: Step) -> None:
-        """Let the laws read a step, and log and show what is new, notes left out."""
+        """Let the laws read a step, and log and show what is new."""
         sentences = []
         since = 0
         for reading in self.laws.fresh(step):
             self._append("events", reading.to_dict())
-            if reading.severity != "note":
-                words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
-                sentences.append(words.rstrip("."))
-                since = max(since, reading.step)
+            words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
+            sentences.append(words.rstrip("."))
+            since = max(since, reading.step)
         if sentences:
             self._warn(f"step {since}: {'; '.join(sentences)}")
 
@@ -478,7 +440,7 @@ def watch(
     * the fraction of the update that the formats of the weights store, for optimizers whose step on a copy
       of some elements gives the same result;
     * a weight that jumps;
-    * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
+    * gradients that are zero, or that are beyond the limit of the clip;
     * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients and weights that differ in any bit, and the only rank that has others.
 
@@ -493,10 +455,9 @@ def watch(
         called: the module whose forward pass the loop calls, if not the model itself.
         max_grad_norm: the limit to which the loop clips gradients.
         ignore: kinds of readings that are intended. ``narrowgauge show checks`` lists them.
-        options: of :class:`narrowgauge.RunRecorder`.
+        options: of :class:`narrowgauge.RunRecorder`, such as ``on_row`` for a logger.
     Returns:
-        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` passes the loss
-            too; ``remove()`` ends it.
+        The watch. ``step(loss)`` passes the loss too; ``remove()`` ends it.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer, or ``ignore`` has an
             unknown kind.
@@ -515,8 +476,8 @@ def watch(
         ...         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
-        >>> str(caught[0].message).split(":")[0], watch.numbers()["lr"]
-        ('step 6', 1e-05)
+        >>> str(caught[0].message).split(":")[0]
+        'step 6'
     """
     options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}
     return RunRecorder(record, model, optimizer, **options)

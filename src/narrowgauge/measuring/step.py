@@ -30,7 +30,7 @@ class Step:
         bad: tensors whose gradient is not finite, in the order of backward; ``bad_values`` counts the
             values of the first.
         bad_weight: a weight of the model that was not finite before the step.
-        kept: backward began with the gradient of the step before.
+        stalled: tensors whose audit says from here on that updates are lost, with their EDQ.
         stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks, each with
@@ -56,7 +56,7 @@ class Step:
     bad: list[str] | None = None
     bad_values: float | None = None
     bad_weight: str = ""
-    kept: float | None = None
+    stalled: dict[str, float] = field(default_factory=dict)
     stored: dict[str, float] = field(default_factory=dict)
     largest: float | None = None
     largest_in: str = ""

@@ -45,6 +45,7 @@ def columns_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
             row[name] = None if metric.isnan() else float(metric)
         if row["edq"] is not None:
             row["edq_error"] = edq_error(sums, is_random=_rounds_at_random(optimizer))
+        row["stalled"] = {alarm.tensor: alarm.reading.edq for alarm in optimizer.auditor.alarms}
         optimizer.auditor.last = None
     return row
 

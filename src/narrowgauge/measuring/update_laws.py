@@ -44,9 +44,13 @@ def loses_updates(edq: float, error: float = 0.0) -> bool:
     return edq + ERRORS * error < MIN_EDQ
 
 
-@reads("edq", "edq_error", least=3)
+@reads("edq", "edq_error stalled", least=3)
 def audits(tell: Tell) -> Law:
-    """Read a run whose late audits say that updates are lost."""
+    """Read tensors whose audits say that updates are lost, or else all weights together, if the late
+    audits say so.
+    """
+    stalled: dict[str, float] = {}
+    begun = 0
     shares: list[float] = []
     errors: list[float] = []
     since = 0
@@ -62,7 +66,12 @@ def audits(tell: Tell) -> Law:
                 since = step.step
             is_lost = len(shares) >= 3 and loses_updates(late(shares), late(errors))
             lost = late(shares) if is_lost else math.nan
-        if not math.isnan(lost):  # also after an evaluation: the newest reading of a run counts
+        stalled |= step.stalled
+        if stalled:
+            begun = begun or step.step
+            names = sorted(stalled, key=stalled.__getitem__)
+            tell("stored-share", names, stalled[names[0]], 1.0, step=begun)
+        elif not math.isnan(lost):  # also after an evaluation: the newest reading of a run counts
             tell("stored-share", ALL, lost, 1.0, step=since)
 
 

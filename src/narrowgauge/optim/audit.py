@@ -175,6 +175,7 @@ class Auditor:
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 8]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
+        alarms: of the last step.
         windows: the last sums of each tensor, as :func:`read` takes them.
         places: those of the tensors in ``windows``. ``None`` stands for all together.
     """
@@ -183,6 +184,7 @@ class Auditor:
         self.every = 0
         self.fresh: list[tuple[Sample, int, HostCopy]] = []
         self.last: Tensor | None = None
+        self.alarms: list[Alarm] = []
         size = 0, WINDOW, len(UPDATE_SUMS) + 1
         self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.places: dict[Tensor | None, int] = {}
@@ -229,7 +231,7 @@ class Auditor:
 
         In a healthy run no name is asked for.
         """
-        alarms = []
+        self.alarms = []
         self.last = None
         for sample, step, copy in self.fresh:
             storage = sample.storage
@@ -247,12 +249,12 @@ class Auditor:
                     self._stalled.add(places[number])
                     name = names_of().get(sample.owners[number], "")
                     reading = reading_of(metrics, int(number))
-                    alarms.append(Alarm(name, storage.name, storage.fallback, reading))
+                    self.alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         if self.last is not None:
             last_step = max(step for _, step, _ in self.fresh)
             self._append([None], self.last[None], last_step)
         self.fresh = []
-        return alarms
+        return self.alarms
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
