@@ -11,7 +11,7 @@ from narrowgauge.runs.record import Run
 
 COLUMNS = [
     "recipe", "val_loss", "bytes_per_param", "tokens_per_second",
-    "step_memory_bytes", "edq", "diverged", "num_seeds", "step_ratio", "difference",
+    "step_memory_bytes", "edq", "num_seeds", "difference",
     "difference_interval", "verdict",
 ]  # fmt: skip
 SIZES = {

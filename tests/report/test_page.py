@@ -144,7 +144,7 @@ def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints() -> No
     for expected in (
         "1 run: llama-1m, bfloat16/word", "started 2026-11-30 12:00 UTC", "commit 0123abc", "1,016,960 parameters",
         f"fingerprint {'f' * 12}", "PyTorch 2.13.0", "100 steps",
-        "bfloat16/word ends at a validation loss of 2.1100 with 8.00 bytes per parameter.",
+        "bfloat16/word ends at a validation loss of 2.1100.",
         "Token frequencies alone have a loss of 5.0000; the best recipe ends at 2.1100.",
         "nats per token", "stored share of the update",
     ):  # fmt: skip

@@ -54,7 +54,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
 def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
     comparison = compare(lambda recipe, seed, record: returned, ["anything at all"])
     assert comparison.rows[0]["val_loss"] == loss
-    assert comparison.rows[0]["diverged"] is (loss is None)
+    assert (comparison.rows[0]["verdict"] == "diverged") is (loss is None)
 
 
 @pytest.mark.parametrize("returned", ["abc", {"val_loss": torch.ones(2)}])
@@ -124,4 +124,4 @@ def test_an_interrupted_comparison_goes_on_takes_a_seed_and_is_kept(
 def test_a_run_that_diverges_is_a_result(base: dict[str, Any], tmp_path: Path) -> None:
     assert done(base, tmp_path, lr=1e38).count("validation loss nan") == 2
     rows = json.loads((tmp_path / "compare.json").read_text())
-    assert [row["diverged"] for row in rows] == [True, True]
+    assert [row["verdict"] for row in rows] == ["diverged", "diverged"]

@@ -50,9 +50,7 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``step_ratio`` (time of a token over the baseline's), ``edq`` (of
-            the last audits), ``diverged`` (whether any seed did), ``num_seeds``,
-            ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
+            ``step_memory_bytes``, ``edq`` (of the last audits), ``num_seeds``, ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
         verdict: the cheapest recipe that is as good, in a sentence.
@@ -76,8 +74,6 @@ class Comparison:
         for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
             if any(row[name] is not None for row in self.rows):
                 columns[SUMMARY[name].label] = SUMMARY[name].cell
-        if any(row["step_ratio"] is not None for row in self.rows):
-            columns["step, ×"] = _shown_ratio  # of the baseline, which the next title names
         columns["seeds"] = "num_seeds"
         if len(self.rows) > 1:
             columns[f"minus {self.baseline}"] = shown_difference
@@ -88,10 +84,6 @@ class Comparison:
         """Return ``compare.json``: the rows, valid JSON for all values."""
         rows = json_value(list(self.rows))
         return f"{json.dumps(rows, indent=1, allow_nan=False, ensure_ascii=False)}\n".encode()
-
-
-def _shown_ratio(row: Row) -> str:
-    return "–" if row["step_ratio"] is None else f"{row['step_ratio']:.2f}"
 
 
 def shown_difference(row: Row) -> str:
@@ -146,8 +138,6 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     loss = abs(base["val_loss"])
     base["verdict"] = base["verdict"] or BASELINE
     for row in rows:
-        if base["tokens_per_second"] and row["tokens_per_second"]:
-            row["step_ratio"] = base["tokens_per_second"] / row["tokens_per_second"]
         pairs = _paired_differences(groups[row["recipe"]], groups[baseline])
         if pairs and row is not base:
             mean, half = interval(pairs)
@@ -190,10 +180,9 @@ def _row(label: str, group: Sequence[Run]) -> Row:
     for name, reduce in _OVER_SEEDS.items():
         values = [summary[name] for summary in summaries if summary.get(name) is not None]
         row[name] = reduce(values) if values else None
-    row |= {"diverged": len(losses) > len(counting), "num_seeds": len(counting)}
-    row |= {"step_ratio": None, "difference": None, "difference_interval": None, "verdict": ""}
+    row |= {"num_seeds": len(counting), "difference": None, "difference_interval": None, "verdict": ""}
     errors = [summary.get("edq_error") or 0.0 for summary in summaries]
-    if row["diverged"]:
+    if len(losses) > len(counting):
         row["verdict"] = "diverged"
     elif not counting:
         row["verdict"] = "no loss"
@@ -256,20 +245,15 @@ def _sentence(rows: Sequence[Row], base: Row | None) -> str:
     name = rows[0]["recipe"] if base is None else base["recipe"]
     if base is None:
         return f"{name} has no finished run with a finite validation loss."
-    size = SUMMARY["bytes_per_param"].cell
-    verdict = "" if base["verdict"] == BASELINE else f": {base['verdict']}"
+    if base["verdict"] != BASELINE:
+        return f"No recipe is named. {name}: {base['verdict']}."
     if len(rows) == 1:
-        with_size = (
-            "" if base["bytes_per_param"] is None else f" with {size(base)} bytes per parameter"
-        )
-        return f"{name} ends at a validation loss of {base['val_loss']:.4f}{with_size}{verdict}."
-    if verdict:
-        return f"No recipe is named. {name}{verdict}."
+        return f"{name} ends at a validation loss of {base['val_loss']:.4f}."
     fit = [row for row in rows if row["verdict"] in FIT and row["bytes_per_param"] is not None]
     best = min(fit, key=cost, default=base)
     if best is base:
-        words = f"No smaller recipe is known to be as good as {name}"
-        return f"{words}: {size(base)} bytes per parameter."
+        return f"No smaller recipe is known to be as good as {name}."
+    size = SUMMARY["bytes_per_param"].cell
     return (
         f"{best['recipe']} is the cheapest within the noise: {size(best)} bytes per parameter, "
         f"where {name} takes {size(base)}."
