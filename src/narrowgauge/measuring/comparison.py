@@ -49,9 +49,9 @@ class Comparison:
 
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
-            ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``edq`` (of the last audits), ``num_seeds``, ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
-            with one pair), ``verdict``. Unknown values are ``None``.
+            ``tokens_per_second`` (median), ``bytes_per_param``, ``step_memory_bytes``, ``edq`` (of the
+            last audits), ``num_seeds``, ``difference`` from the baseline's loss with its 95 %
+            ``difference_interval`` (``None`` with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
         verdict: the cheapest recipe that is as good, in a sentence.
         acceptable: excess over the baseline's loss that is a price, in nats.
@@ -180,7 +180,12 @@ def _row(label: str, group: Sequence[Run]) -> Row:
     for name, reduce in _OVER_SEEDS.items():
         values = [summary[name] for summary in summaries if summary.get(name) is not None]
         row[name] = reduce(values) if values else None
-    row |= {"num_seeds": len(counting), "difference": None, "difference_interval": None, "verdict": ""}
+    row |= {
+        "num_seeds": len(counting),
+        "difference": None,
+        "difference_interval": None,
+        "verdict": "",
+    }
     errors = [summary.get("edq_error") or 0.0 for summary in summaries]
     if len(losses) > len(counting):
         row["verdict"] = "diverged"
