@@ -19,7 +19,7 @@ from narrowgauge.matmul.layer_matmuls import Call, outlier_columns, output
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
-from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
+from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words, spread
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
 from narrowgauge.spec.notation import get_compute
@@ -93,7 +93,9 @@ def same(first: Result, second: Result) -> bool:
 
 def exact(cast: Quantized) -> Tensor:
     """The values that codes and scales stand for, in float64, where their product is exact."""
-    values = cast.operand().double()
+    values = cast.codes.double()
+    if cast.inner is not None:
+        values = values * spread(cast.inner, values.shape)
     return values if cast.outer is None else values * cast.outer.double()
 
 

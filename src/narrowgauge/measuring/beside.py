@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.torch_support import torch_names
 
@@ -96,11 +97,20 @@ class Beside(TorchDispatchMode):
     """Run each operation, and ask each policy before and after it.
 
     A tensor subclass is declined, so that its inner operations come here.
+
+    Args:
+        is_alone: refuse what waits for other ranks: each process makes the pass for itself.
+
+    Attributes:
+        generators: of the user's own that the pass draws from, with their states before. They are put
+            back at its end.
     """
 
-    def __init__(self, *policies: Any) -> None:
+    def __init__(self, *policies: Any, is_alone: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policies = policies
+        self.is_alone = is_alone and all_ranks().size > 1
+        self.generators: dict[torch.Generator, Tensor] = {}
         self._lines: dict[int, str] = {}
         """The lines of forward, by the numbers of their autograd nodes."""
         self._undo = ExitStack()
@@ -111,6 +121,12 @@ class Beside(TorchDispatchMode):
         return self._asked(Operation(func, args, kwargs or {}, self._site()))
 
     def _asked(self, operation: Operation) -> Any:
+        if operation.is_collective and self.is_alone:
+            name = operation.name.strip("_")
+            raise ArithmeticError(f"the loss calls {name} over ranks, and one process computes it")
+        generator = operation.arguments.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
         notes = [policy.before(operation) for policy in self.policies]
         operation.result = operation.func(*operation.args, **operation.kwargs)
         for policy, note in zip(self.policies, notes, strict=True):
@@ -128,6 +144,8 @@ class Beside(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._undo.close()
+        for generator, state in self.generators.items():
+            generator.set_state(state)
 
     def _layer(self, run: Any, *args: Any) -> Any:
         site = self._site()

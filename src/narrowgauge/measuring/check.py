@@ -162,9 +162,9 @@ def _compare(
     return first.gradients
 
 
-def _add_loss(plain: Pass | None, result: Readings) -> None:
+def _add_loss(plain: Pass, result: Readings) -> None:
     """Tell a loss that a 16-bit format rounds, and print its distance: the forward number."""
-    if plain is None or not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
+    if not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
         return
     value = float(plain.loss.detach())
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)

@@ -57,37 +57,6 @@ class Pass(NamedTuple):
     changed: list[str]
 
 
-class Alone:
-    """Refuse what waits for other ranks, in a pass that each process makes for itself."""
-
-    def before(self, op: Any) -> None:
-        if op.is_collective and all_ranks().size > 1:
-            name = op.name.strip("_")
-            raise ArithmeticError(f"the loss calls {name} over ranks, and one process computes it")
-
-    def after(self, op: Any, note: Any) -> None:
-        return
-
-
-class OwnGenerators:
-    """Put back the generators of the user's own that a pass draws from, by their states before."""
-
-    def __init__(self) -> None:
-        self.states: dict[torch.Generator, Tensor] = {}
-
-    def before(self, op: Any) -> None:
-        generator = op.arguments.get("generator")
-        if generator is not None and generator not in self.states:
-            self.states[generator] = generator.get_state()
-
-    def after(self, op: Any, note: Any) -> None:
-        return
-
-    def put_back(self) -> None:
-        for generator, state in self.states.items():
-            generator.set_state(state)
-
-
 class Constants(TorchFunctionMode):
     """Make constants of tensors that are detached, or computed without gradients.
 
@@ -162,11 +131,17 @@ class Passes:
         return call
 
     def run(
-        self, call: Callable[[], Any], wide: Wide, *policies: Any, has_constants: bool = False
+        self,
+        call: Callable[[], Any],
+        wide: Wide,
+        *policies: Any,
+        is_alone: bool = False,
+        has_constants: bool = False,
     ) -> Pass:
         """Run a call beside its shadow and other policies, and put everything back.
 
         Args:
+            is_alone: each process makes the pass for itself.
             has_constants: what is detached is a constant for the shadow.
         """
         changed: list[str] = []
@@ -181,9 +156,7 @@ class Passes:
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
             self.model.train(self.is_training)
             before = generators()
-            own = OwnGenerators()
-            undo.callback(own.put_back)
-            undo.enter_context(Beside(wide, own, *policies))
+            undo.enter_context(Beside(wide, *policies, is_alone=is_alone))
             with Constants(wide) if has_constants else nullcontext():
                 loss = call()
             for name, gradient in named_gradients(self.leaves).items():

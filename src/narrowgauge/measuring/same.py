@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from narrowgauge.errors import DataError
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.beside import Beside, is_float
-from narrowgauge.measuring.passes import OwnGenerators
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
@@ -228,15 +227,14 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
             global_hooks.register_module_forward_hook(recording.after),
         ):
             stack.callback(handle.remove)
-        policies: list[Any] = [OwnGenerators()]
-        stack.callback(policies[0].put_back)
+        policies = []
         if wide is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
             policies.append(wide)
         before = generators()
-        with Beside(*policies):
+        with Beside(*policies) as beside:
             values = side(**batch) if is_named else side(batch)
-        recording.draws = generators() != before or bool(policies[0].states)
+        recording.draws = generators() != before or bool(beside.generators)
     values = getattr(values, "logits", values)
     recording.values = values[0] if isinstance(values, tuple) else values
     recording.log_probs = _log_probs(recording.values, batch)

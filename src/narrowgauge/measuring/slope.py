@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Alone, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.torch_support.torch_hooks import OwnHook
@@ -98,7 +98,7 @@ class Along:
 
     def _run(self, call: Callable[[], Any], shifts: Any = ()) -> Pass:
         wide = Wide(shifts=shifts, is_smooth=True)
-        return self.passes.run(call, wide, Alone(), has_constants=self.has_constants)
+        return self.passes.run(call, wide, is_alone=True, has_constants=self.has_constants)
 
     def _loss_at(self, directions: list[tuple[Any, Tensor]], step: float) -> float:
         shifts = [(p, step * x) for p, x in directions]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Alone, Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, of_all
 from narrowgauge.numerics.hashing import fingerprint
@@ -48,37 +49,31 @@ def unlike(prints: Mapping[str, int]) -> list[str]:
     return [name for name in first if any(row.get(name) != first[name] for row in rest)]
 
 
-def compare_structure(
-    passes: Passes, parts: list[Any], first: Pass, result: Readings
-) -> Pass | None:
-    """Compare a step with the plain loss, and return the pass of that, if it was made.
+def compare_structure(passes: Passes, parts: list[Any], first: Pass, result: Readings) -> Pass:
+    """Compare a step with the plain loss, and return the pass of that.
 
     Args:
         parts: the micro-batches of all ranks.
         first: the pass of the step in training mode.
+    Raises:
+        ArithmeticError: why they are not compared.
     """
     if passes.backward is None and len(parts) == 1:
         _add_missing(passes.leaves, first.gradients, first.shadows, result)
         return first
     batch = concatenated(parts)
     if batch is None:
-        result.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
-        return None
+        raise ArithmeticError("micro-batches have unlike shapes")
     step = first
-    draws = False
     if all_ranks().largest(int(first.draws)):
-        passes.is_training = False
+        passes = replace(passes, is_training=False)
         step = passes.run(passes.step, Wide())
-        draws = step.draws
-    plain = passes.run(passes.plain(batch), Wide(), Alone())
-    if draws or plain.draws:
-        words = "evaluation mode draws random numbers too"
-        result.unseen["the structure of the gradient"] = words
-    else:
-        exact = _compare(passes, parts, step.shadows, plain, result)
-        _add_missing(passes.leaves, step.gradients, exact, result)
-    passes.is_training = True
-    return None if draws or plain.draws else plain
+    plain = passes.run(passes.plain(batch), Wide(), is_alone=True)
+    if plain.draws or (step.draws and not passes.is_training):
+        raise ArithmeticError("evaluation mode draws random numbers too")
+    exact = _compare(passes, parts, step.shadows, plain, result)
+    _add_missing(passes.leaves, step.gradients, exact, result)
+    return plain
 
 
 def _compare(
@@ -129,7 +124,7 @@ def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
     """Return a pass of the plain loss of each micro-batch; none if there are too many, or one."""
     if not 1 < len(parts) <= MOST_PARTS:
         return []
-    return [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
+    return [passes.run(passes.plain(part), Wide(), is_alone=True) for part in parts]
 
 
 def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: list[str]) -> bool:

@@ -54,18 +54,6 @@ class Quantized(NamedTuple):
     inner: Tensor | None
     outer: Tensor | None
 
-    def operand(self) -> Tensor:
-        """Return ``codes * inner`` in float32, the operand for a matmul that cannot use codes."""
-        return (
-            self.codes if self.inner is None else self.codes * spread(self.inner, self.codes.shape)
-        )
-
-    def values(self) -> Tensor:
-        """Return the matrix that this stands for, in float32."""
-        if self.outer is None:
-            return self.operand()
-        return self.operand() * self.outer
-
 
 def quantize(
     x: Tensor,
