@@ -31,14 +31,12 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.estimate import ERRORS
-from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.next import SAME, MeasuredRun
 from narrowgauge.planner.plan import plan
-from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
 HERE = Path(__file__).parent
-_OF_CLUSTER = ("chip", "chips", "chips_per_node", "interconnect_gbit_per_second")
 Question = dict[str, Any]
 
 
@@ -79,15 +77,22 @@ def load(*, held_out: bool, stated: bool = False) -> list[Question]:
         for row in table[source]:
             ask = row["ask"]
             ask["model"] = models.get(ask["model"], ask["model"])
-            where = {"chips": 1} | {name: ask.pop(name) for name in _OF_CLUSTER if name in ask}
-            if isinstance(where["chip"], dict):
-                like = get_chip(where["chip"].pop("like"))
-                where["chip"] = replace(like, **where["chip"])
-            ask["cluster"] = cluster_of(**where)
+            ask.setdefault("chips", 1)
+            if isinstance(ask["chip"], dict):
+                ask["chip"] = chip_of(**ask["chip"])
             if stated and "layout" in row:
                 ask["layout"] = row["layout"]
             rows.append({**row, "names": (row["name"], row["publication"], f"{source}s")})
     return rows
+
+
+_CHIPS: dict[str, Chip] = {}
+"""Chips by what a run says of them: equal ones are one object."""
+
+
+def chip_of(like: str, **fields: Any) -> Chip:
+    """Return a chip that differs so from one of the table."""
+    return _CHIPS.setdefault(f"{like} {fields}", replace(get_chip(like), **fields))
 
 
 def facts_of(rows: Sequence[Question]) -> Iterator[Fact]:
@@ -131,7 +136,7 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
         fact = row["fact"]
         if "rate" not in fact or "layout" not in asked:
             continue
-        rate = fact["rate"] * asked["cluster"].chips
+        rate = fact["rate"] * asked["chips"]
         peak = fact.get("allocated_gb", fact.get("reserved_gb", 0.0))
         with contextlib.suppress(NarrowgaugeError):
             run = MeasuredRun(tokens_per_second=rate, peak_gb=peak, **asked)

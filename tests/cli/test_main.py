@@ -64,7 +64,7 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "run.toml").write_text(
         'model = "llama-8b"\nchip = "H100-SXM"\nchips = 8\ntokens_per_second = 53336\n'
     )
-    (tmp_path / "cluster.toml").write_text('chip = "H100-SXM"\nchips = 8\n')
+    (tmp_path / "mine.toml").write_text('like = "H100-SXM"\n')
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     (tmp_path / "llama3_8b.toml").write_text(TITAN_CONFIG)
     (tmp_path / "train.log").write_text(TITAN_LOG)

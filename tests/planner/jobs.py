@@ -6,9 +6,10 @@ from typing import Any
 
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.machine import cluster_of
+from narrowgauge.planner.machine import Cluster
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import Tuning, read_program
+from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 
 LLAMA = read_model("llama-8b")
@@ -48,7 +49,7 @@ def estimate(
 ) -> Estimate:
     """Estimate with a layout as it is asked for, ``shard=8,micro_batch=2``."""
     layout = Layout(**read_layout(asked))
-    cluster = cluster_of(chip, layout.num_ranks)
+    cluster = Cluster(get_chip(chip), layout.num_ranks)
     loop, tuning = read_program(program), Tuning(**tuned)
     return Estimate(
         read_model(model), parse(recipe), layout, cluster, length, loop, tuning, optimizer=optimizer

@@ -1,4 +1,4 @@
-"""Clusters and layouts as they are asked for: rates per chip, files, and what contradicts itself."""
+"""Machines as they are asked for: nodes of chips, chips of one's own, and what contradicts itself."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.machine import cluster_of, read_cluster
+from narrowgauge.planner.machine import Cluster, chip_of
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
 
 
-def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
+def test_a_file_describes_a_chip_and_its_node(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    text = 'chip = "V100"\nchips = 16\nchips_per_node = 4\ninterconnect_gbit_per_second = 1600\n'
+    text = 'like = "V100"\nnetwork_gbit_per_second = 400\nchips_per_node = 4\nhost_memory_gb = 64\n'
     file.write_text(text)
-    cluster = read_cluster(file)
-    assert (cluster.name, cluster.chips, cluster.chips_per_node) == ("mine", 16, 4)
-    assert (cluster.network_bytes_per_second, cluster.chip.memory_bytes) == (50e9, 32 * 2**30)
+    machine = Cluster(chip_of(file), 16)
+    assert (machine.name, machine.chips_per_node) == ("16 × mine", 4)
+    assert (machine.network_bytes_per_second, machine.chip.memory_bytes) == (50e9, 32 * 2**30)
+    assert machine.host_memory_bytes == 256 * 2**30
 
 
 def test_chips_fill_whole_nodes() -> None:
-    assert cluster_of("H100-SXM", 4).chips_per_node == 4
-    # 128 and 256 GB200s run in published steps, in racks of
-    # 72. Otherwise nodes fill evenly; the last one may lack chips.
+    # 128 and 256 GB200s run in published steps, in racks of 72. Otherwise nodes fill evenly; the last
+    # one may lack chips.
     for chip, sizes in (
         ("GB200", {128: 64, 144: 72, 256: 64, 73: 37, 127: 64, 146: 49}),
-        ("H100-SXM", {12: 6, 16: 8, 24: 8, 20: 7}),
+        ("H100-SXM", {4: 4, 12: 6, 16: 8, 24: 8, 20: 7}),
     ):
-        assert {chips: cluster_of(chip, chips).chips_per_node for chips in sizes} == sizes
+        kind = get_chip(chip)
+        assert {chips: Cluster(kind, chips).chips_per_node for chips in sizes} == sizes
     mine = replace(get_chip("H100-SXM"), name="mine", memory_gb=94.5)
     assert plan("llama-8b", chip=mine, chips=8, recipes="bfloat16/word").best.fits
     for field in ({"memory_gb": "94"}, {"peak_tflops": {}}):

@@ -84,7 +84,7 @@ COMMANDS = {
     "plan run --model llama-1m --recipe bfloat16/word --chip h101": ("ChipError", "no chip is named 'h101'"),
     f"{CHIP} --layout head": ("RecipeError", "'head'.*NAME=VALUE"),
     f"{CHIP} --chips eight": ("UsageError", "'eight'"),
-    "plan run --model llama-8b --cluster no.toml": ("DataError", r"no\.toml"),
+    "plan run --model llama-8b --chip no.toml": ("DataError", r"no\.toml"),
     "plan run --model llama-8b": ("ChipError", "no machine.*--chip"),
     f"{CHIP} --rule moun": ("RecipeError|UsageError", "moun"),
     "plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096": ("RecipeError|NarrowgaugeError", "1,024 positions"),
@@ -178,7 +178,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),
         NarrowgaugeError, "tensor.: 3.*does not divide llama-8b",
     ),
-    "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "its own chips"),
     "a module": (lambda: plan(layers(), chip="H100-SXM"), DataError, "plan Sequential: .*config"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
@@ -198,19 +197,20 @@ def test_a_call(name: str) -> None:
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
-NODES = 'chip = "H100-SXM"\n'
-CLUSTERS = [
-    ("chips = 8", "does not say its chip"),
-    (f"{NODES}chps = 8", "mean 'chips'"),
-    (f"{NODES}chips = 8\nchips_per_node = 0", "chips_per_node = 0"),
-    ("[[nodes", r"cluster\.toml: Expected"),
+MINE = 'like = "H100-SXM"\n'
+CHIPS = [
+    ("chips_per_node = 4", "no chip is named"),
+    (f"{MINE}chips_per_nod = 8", "mean 'chips_per_node'"),
+    (f"{MINE}chips_per_node = 1.5", "chips_per_node = 1.5"),
+    (f"{MINE}memory_gb = '94'", "memory_gb = '94'"),
+    ("[[nodes", r"mine\.toml: Expected"),
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), CLUSTERS)
-def test_a_cluster(text: str, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
+@pytest.mark.parametrize(("text", "words"), CHIPS)
+def test_a_chip(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:
-        plan("llama-8b", cluster=path)
+        plan("llama-8b", chip=path)
     assert "\n" not in str(refused.value)

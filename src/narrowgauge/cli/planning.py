@@ -11,7 +11,7 @@ import click
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
 from narrowgauge.planner.ask import FOREIGN_RULES
-from narrowgauge.planner.model import PRESET_NAMES
+from narrowgauge.planner.model import CONFIGS
 from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -50,7 +50,7 @@ def plan_group(context: click.Context) -> None:
 
 @plan_group.command(
     "run", short_help="What fits, how fast, on which machines.",
-    epilog=f"Presets beside those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
+    epilog=f"Presets beside those of narrowgauge show models: {', '.join(CONFIGS)}.",
 )  # fmt: skip
 @click.option(
     "--model", metavar="TEXT", required=True,
@@ -62,13 +62,9 @@ def plan_group(context: click.Context) -> None:
 @click.option(
     "--chip",
     metavar="A,B,…",
-    help="Chips (narrowgauge show chips).",
+    help="Chips (narrowgauge show chips), or TOML files of your own.",
 )
 @click.option("--chips", metavar="N,M,…", type=_counts, help="Numbers of chips.  [default: 1]")
-@click.option(
-    "--cluster", metavar="FILE", multiple=True, type=flags.PATH,
-    help="A TOML file of chips, nodes and network, instead of --chip; several are compared.",
-)  # fmt: skip
 @click.option("--sequence-length", type=_COUNT, metavar="N", help="[default: 4096 at most]")
 @click.option(
     "--tokens-per-step", metavar="X", type=float, help="[default: four million, of adapters 65,536]"
@@ -100,7 +96,7 @@ def run_command(as_json: bool, **asked: Any) -> None:
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
-    narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
+    narrowgauge plan run --model config.json --chip mine.toml --chips 32 --tokens 300e9
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 32,48 --tokens 300e9
     """
     from narrowgauge.planner.plan import plan

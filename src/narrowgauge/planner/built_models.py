@@ -38,8 +38,8 @@ def of_config(config: Any, name: str) -> Architecture:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(
             f"Cannot plan {name}: {reason}.",
-            "Plan a model of transformers, name its sizes to narrowgauge.planner.model.decoder, or "
-            "count its state: narrowgauge show storages.",
+            "Plan a model of transformers or its config.json, name sizes like its own ({'model_type': "
+            "'llama', …}), or count its state: narrowgauge show storages.",
         ) from error
 
 

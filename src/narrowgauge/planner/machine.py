@@ -1,52 +1,46 @@
-"""Clusters: chips in equal nodes, and the links between them.
+"""Machines: chips in equal nodes, and the links between them.
 
-Rates are in one direction and per chip, as in the table of chips. A TOML file has the arguments of
-:func:`cluster_of`::
-
-    chip = "H100-SXM"
-    chips = 32
-    interconnect_gbit_per_second = 400   # of a node
+Rates are in one direction and per chip, as in the table of chips.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from narrowgauge.errors import DataError
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import read_file, refuse_unknown
 from narrowgauge.spec.values import require_number
 
-HOST_GB_PER_CHIP = 256
-"""Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
-data sheets).
-"""
 HOST_UPDATES = 4e9
 """Parameters that the processors of a node step in a second: ZeRO-Offload, arXiv 2101.06840, table 4."""
+_NUMBERS = ("memory_gb", "bandwidth_gb_per_second", "link_gb_per_second", "host_gb_per_second",
+            "network_gbit_per_second", "chips_per_node", "host_memory_gb")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
-    """Describe the equal nodes that run a job; the last may lack chips.
-
-    Args:
-        chips: number of all chips.
-        interconnect_gbit_per_second: of all network cards of a node.
-        host_memory_gb: of a node.
-        host_updates_per_second: parameters that a node's processors step in a second.
-        name: for tables and messages.
-    """
+    """Describe the equal nodes that run a job; the last may lack chips."""
 
     chip: Chip
     chips: int
-    chips_per_node: int
-    interconnect_gbit_per_second: float
-    host_memory_gb: float
-    host_updates_per_second: float
-    name: str
+
+    def __post_init__(self) -> None:
+        require_number("chips", self.chips, 1, is_whole=True)
+
+    @property
+    def name(self) -> str:
+        return f"{self.chips} × {self.chip.name}"
+
+    @cached_property
+    def chips_per_node(self) -> int:
+        """Return the chips of a node. Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12
+        in nodes of 8 twice 6, 73 become 37 and 36.
+        """
+        return math.ceil(self.chips / math.ceil(self.chips / self.chip.chips_per_node))
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` at a distance of ``stride`` in its node.
@@ -55,7 +49,8 @@ class Cluster:
         through the host.
 
         Example:
-            >>> [cluster_of("MI300X", 8).link_bytes_per_second(ranks) / 1e9 for ranks in (2, 8)]
+            >>> mesh = Cluster(get_chip("MI300X"), 8)
+            >>> [mesh.link_bytes_per_second(ranks) / 1e9 for ranks in (2, 8)]
             [64.0, 448.0]
         """
         chip = self.chip
@@ -67,71 +62,31 @@ class Cluster:
     @property
     def host_memory_bytes(self) -> float:
         """Return the memory of a node's host."""
-        return 2**30 * self.host_memory_gb
+        return 2**30 * self.chip.host_memory_gb * self.chips_per_node
 
     @property
     def network_bytes_per_second(self) -> float:
-        """Return the rate between nodes, per chip, when all chips of a node send.
-
-        Example:
-            >>> cluster_of("H100-SXM", 32, interconnect_gbit_per_second=3200).network_bytes_per_second / 1e9
-            50.0
-        """
-        return self.interconnect_gbit_per_second * 1e9 / 8 / self.chips_per_node
+        """Return the rate between nodes, per chip, when all chips of a node send."""
+        return self.chip.network_gbit_per_second * 1e9 / 8
 
 
-def cluster_of(
-    chip: str | Chip,
-    chips: int,
-    chips_per_node: int | None = None,
-    *,
-    name: str = "",
-    interconnect_gbit_per_second: float = 0.0,
-    host_memory_gb: float = 0.0,
-    host_updates_per_second: float = HOST_UPDATES,
-) -> Cluster:
-    """Return a cluster. Fewer chips than a full node make one smaller node.
-
-    Args:
-        chips_per_node: None for eight, or for the chips on one link.
-        name: empty for the number and the chip.
-        interconnect_gbit_per_second, host_memory_gb: of a node; 0 for the chip's usual rate, and
-            for :data:`HOST_GB_PER_CHIP`.
-    Raises:
-        NarrowgaugeError: an unknown chip, or a number that is none of at least 1.
-    """
-    kind = chip if isinstance(chip, Chip) else get_chip(str(chip))
-    require_number("chips", chips, 1, is_whole=True)
-    if chips_per_node is None:
-        # Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12 in nodes of 8 twice 6, 73
-        # become 37 and 36.
-        chips_per_node = math.ceil(chips / math.ceil(chips / kind.chips_per_node))
-    require_number("chips_per_node", chips_per_node, 1, is_whole=True)
-    size = min(chips, chips_per_node)
-    if not interconnect_gbit_per_second:
-        interconnect_gbit_per_second = kind.network_gbit_per_second * size
-    if not host_memory_gb:
-        host_memory_gb = HOST_GB_PER_CHIP * size
-    require_number("interconnect_gbit_per_second", interconnect_gbit_per_second)
-    require_number("host_memory_gb", host_memory_gb)
-    require_number("host_updates_per_second", host_updates_per_second, 1)
-    host = host_memory_gb, host_updates_per_second
-    name = name or f"{chips} × {kind.name}"
-    return Cluster(kind, chips, size, interconnect_gbit_per_second, *host, name)
-
-
-def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a TOML file with the arguments of :func:`cluster_of`.
-
-    Its stem is the name.
+def chip_of(chip: Any) -> Chip:
+    """Return a chip: a row of its own, a name, or a TOML file with the name of one that it is
+    ``like``, and the numbers in which it differs.
 
     Raises:
-        NarrowgaugeError: the file is unreadable, a key or value is unknown, or a required key is
-            missing.
+        NarrowgaugeError: the file is unreadable, a name or key is unknown, or a number is none.
     """
-    advice = "Write chip = 'H100-SXM' and chips = 8."
-    table = read_file(path, "cluster", advice)
-    refuse_unknown(table, inspect.signature(cluster_of).parameters, str(path))
-    if not {"chip", "chips"} <= {*table}:
-        raise DataError(f"{path} does not say its chip or its chips.", advice)
-    return cluster_of(**{"name": Path(path).stem, **table})
+    if isinstance(chip, Chip):
+        return chip
+    path = Path(str(chip))
+    if path.suffix != ".toml":
+        return get_chip(str(chip))
+    table = read_file(path, "chip", "Write like = 'H100-SXM' and network_gbit_per_second = 50.")
+    like = get_chip(str(table.pop("like", "")))
+    refuse_unknown(table, _NUMBERS, str(path))
+    for name, value in table.items():
+        require_number(name, value, is_open=True, is_whole=name == "chips_per_node")
+    if "memory_gb" in table:
+        table["reachable_mib"] = None
+    return replace(like, name=path.stem, **table)

@@ -34,7 +34,7 @@ OTHER = "another chip, program, rule or training: no interval"
 _TRUSTS = {SAME: 1.0, BEYOND: 0.0, OTHER: 0.0}
 _SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype",
           "micro_batch", "recompute")  # fmt: skip
-_ONE = ("recipes", "cluster", "chip", "chips")
+_ONE = ("recipes", "chip", "chips")
 _ASSUMED = {
     "sequence_length": "sequence_length",
     "recipes": "recipe.name",

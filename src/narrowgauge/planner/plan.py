@@ -11,7 +11,7 @@ from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.ask import FOREIGN_RULES
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.machine import Cluster, cluster_of, read_cluster
+from narrowgauge.planner.machine import Cluster, chip_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import Program, Tuning, read_program
 from narrowgauge.planner.search import Fixed, may_sum_in_bfloat16, search
@@ -49,15 +49,15 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
     Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json`` or its folder, a model that
-            transformers built, or an architecture (:func:`narrowgauge.planner.model.decoder`).
+        model: a preset's name, a Hugging Face ``config.json``, its folder or its values, or a
+            model that transformers built.
         tokens: of the whole run, for its days.
         advise: whether to look for what would fit.
         asked: the question, as of :func:`answers`.
     Returns:
         The jobs, the best first.
     Raises:
-        NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is
+        NarrowgaugeError: the question contradicts itself, or a model, chip or recipe is
             unknown.
 
     Example:
@@ -86,7 +86,6 @@ def answers(
     recipes: Any = (),
     chip: Any = (),
     chips: Any = (),
-    cluster: Any = (),
     sequence_length: int | None = None,
     tokens_per_step: float | None = None,
     optimizer: str = "adamw",
@@ -98,8 +97,7 @@ def answers(
 
     Args:
         recipes: names or recipes; the usual ones if none is named.
-        chip, chips: names (``narrowgauge show chips``) or rows, and numbers, 1 by default.
-        cluster: files or values instead.
+        chip, chips: names (``narrowgauge show chips``), files or rows, and numbers, 1 by default.
         sequence_length: in tokens; None for 4096, or for fewer positions.
         tokens_per_step: of all chips; None for four million.
         optimizer: a rule of ``narrowgauge show rules``.
@@ -126,7 +124,7 @@ def answers(
             "Use shorter sequences.",
         )
     fixed = read_layout(layout)
-    machines = list(machines_of(cluster, chip, chips))
+    machines = list(machines_of(chip, chips))
     if tokens_per_step is None:
         tokens_per_step = _usual_tokens(length, [where.chips for where in machines], tuning)
     require_number("tokens_per_step", tokens_per_step, length)
@@ -170,26 +168,21 @@ def listed(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def machines_of(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
-    """Yield the clusters of a question."""
-    clusters = listed(cluster)
+def machines_of(chip: Any, chips: Any) -> Iterator[Cluster]:
+    """Yield the machines of a question."""
     kinds = listed(chip)
-    counts = listed(chips)
-    if bool(clusters) == bool(kinds) or (clusters and counts):
-        why = "a cluster has its own chips" if clusters else "no machine was named"
+    if not kinds:
         raise ChipError(
-            f"Cannot plan because {why}.",
-            "Name chip=H100-SXM chips=8 (flags: --chip, --chips), or a cluster file.",
+            "Cannot plan because no machine was named.",
+            "Name chip=H100-SXM chips=8 (flags: --chip, --chips).",
         )
-    for where in clusters:
-        yield where if isinstance(where, Cluster) else read_cluster(where)
-    for kind in kinds:
-        for count in counts or [1]:
-            yield cluster_of(kind, count)
+    for kind in map(chip_of, kinds):
+        for count in listed(chips) or [1]:
+            yield Cluster(kind, count)
 
 
 def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
-    """Return a usual number of tokens of a step, which the chips of every cluster share evenly."""
+    """Return a usual number of tokens of a step, which the chips of every machine share evenly."""
     usual = ADAPTER_TOKENS_PER_STEP if tuning.lora else max(TOKENS_PER_STEP, 1024 * max(chips))
     unit = math.lcm(*chips)
     for _ in range(3):  # in micro-batches of up to eight

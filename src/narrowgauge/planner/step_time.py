@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from narrowgauge.planner.ask import FITTED, Ask
+from narrowgauge.planner.machine import HOST_UPDATES
 from narrowgauge.planner.memory import Groups, saved_on_host
 from narrowgauge.planner.program import LOSSES, Tuning
 from narrowgauge.planner.shapes import Architecture
@@ -173,6 +174,6 @@ def _update(ask: Ask) -> float:
     number = ask.on_rank("trained", 1)
     if ask.program.offload:
         to_host = 4 * ask.layout.micro_batches / (1e9 * ask.chip.host_gb_per_second)
-        return number * (to_host + ask.cluster.chips_per_node / ask.cluster.host_updates_per_second)
+        return number * (to_host + ask.cluster.chips_per_node / HOST_UPDATES)
     weights = 2 * bytes_per_number(ask.recipe.storage.visible)  # and gradients
     return 2 * (weights * number + ask.on_rank("states", 1)) / _bandwidth(ask)

@@ -37,6 +37,8 @@ class Chip:
         network_gbit_per_second: usual network between nodes, per chip and direction. The default is
             a network card on a PCIe slot: 8 chips share one port of 200.
         chips_per_node: in usual nodes of this chip.
+        host_memory_gb: memory of a host for each chip; 2 TB for the eight of a DGX A100, H100 or
+            B200 (NVIDIA's data sheets).
         device: the name that its driver reports, if known.
     """
 
@@ -55,6 +57,7 @@ class Chip:
     peers: int | None = None
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
+    host_memory_gb: float = 256
     device: str = ""
 
     def __post_init__(self) -> None:
