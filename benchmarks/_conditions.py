@@ -10,6 +10,7 @@ today.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from _rows import FORMULAS, PEERS_BY_NAME, row_of
+from _timing import load
 
 from narrowgauge.torch_support.machine import installed_version
 
@@ -93,3 +95,19 @@ def conditions() -> Record:
         "threads": torch.get_num_threads(),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def keep(file: Path, rows: Sequence[Record], **shared: Any) -> None:
+    """Append times of our step to a file of records, under their conditions."""
+    optim = ROOT / "src/narrowgauge/optim"
+    held = {}
+    for path in (optim / "table.py", *sorted((optim / "cpp").glob("*.h"))):
+        name = f"text: {path.relative_to(ROOT).as_posix()}"
+        held[name] = digest(name)
+    with file.open("a", encoding="utf-8") as stream:
+        for row in rows:
+            record = {**row, **shared, "load": load(), **conditions()}
+            for name, value in record.items():
+                if isinstance(value, float):
+                    record[name] = float(f"{value:.4g}")
+            stream.write(json.dumps(record | {"digests": {row["row"]: held}}) + "\n")

@@ -75,6 +75,10 @@ def _peers() -> list[Peer]:
         for word, is_stochastic in (("", False), (" stochastic", True)):
             options = {"bf16_stochastic_round": is_stochastic}
             peers.append(Peer(f"torchao {kind}{word}", "torchao", "torchao.optim", kind, options))
+    for name, has_wide_states in (("", True), (" 16-bit states", False)):
+        options = {"fp32_optimizer_states": has_wide_states}
+        place = "deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam"
+        peers.append(Peer(f"DeepSpeedCPUAdam{name}", *place, options))
     kahan = {"kahan_sum": True}
     ecc = {"ecc": "bf16+8", "param_ecc": "bf16+8"}
     return [

@@ -2,13 +2,12 @@
 
 Claim: whole steps with ``reproducible`` take at most 1.05 × the time of PyTorch's own sums, sharded
 by FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10 assignments of 12 micro-batches to 1, 2,
-3, 4 and 6 ranks end in one model, where plain DDP and FSDP2 end in several. ``layouts`` times a step
-of llama-35m on 4 ranks: FSDP2 over 4, FSDP2 over 2 × tensor parallel over 2, tensor parallel over 4.
+3, 4 and 6 ranks end in one model, where plain DDP and FSDP2 end in several.
 
 Baseline: FSDP2 with float32 sums, or DDP, in the same run, round by round, on the same weights and
 tokens; it runs twice, and the ratio of the two says how quiet the machine was.
 
-Run: ``./dev bench ranks [--only models|time|layouts] [--quick]``. Ranks are processes of this machine with one
+Run: ``./dev bench ranks [--only models|time] [--quick]``. Ranks are processes of this machine with one
 thread each, and talk over gloo.
 """
 
@@ -29,10 +28,8 @@ import torch
 import torch.distributed as dist
 from _timing import Contender, Row, begin, measure, parser, show
 from torch import multiprocessing, nn
-from torch.distributed import tensor as placements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import parallel
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
@@ -50,7 +47,6 @@ class Case:
     Args:
         sharded: by FSDP2; if not, replicated.
         micro_batches: of a rank in a step, each of ``tokens``: sequences, and their length.
-        tensor: ranks that divide each layer by tensor parallelism.
     """
 
     model: str
@@ -58,7 +54,6 @@ class Case:
     sharded: bool
     micro_batches: int
     tokens: tuple[int, int]
-    tensor: int = 1
 
 
 CASES = (
@@ -66,21 +61,6 @@ CASES = (
     Case("llama-8m", 2, False, 2, (4, 256)),
     Case("llama-35m", 4, True, 1, (2, 256)),
 )
-
-LAYOUTS = {"shard 4": 1, "shard 2 × tensor 2": 2, "tensor 4": 4}
-"""Tensor-parallel ranks of four."""
-COLUMN = parallel.ColwiseParallel()
-ROW = parallel.RowwiseParallel()
-WHOLE = placements.Replicate()
-TENSOR_PARALLEL = {
-    "model.embed_tokens": parallel.RowwiseParallel(input_layouts=WHOLE),
-    "lm_head": parallel.ColwiseParallel(output_layouts=WHOLE),
-    "model.layers.*.self_attn.[qkv]_proj": COLUMN,
-    "model.layers.*.self_attn.o_proj": ROW,
-    "model.layers.*.mlp.gate_proj": COLUMN,
-    "model.layers.*.mlp.up_proj": COLUMN,
-    "model.layers.*.mlp.down_proj": ROW,
-}
 
 
 def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
@@ -113,23 +93,19 @@ def stepper(case: Case, reduction: str) -> Callable[[], None]:
     """Return a training step of one model with one reduction."""
     model: Any = language_model.build(case.model, seed=0)
     called = model
-    num_shards = case.ranks // case.tensor
-    mesh = init_device_mesh("cpu", (num_shards, case.tensor), mesh_dim_names=("shard", "tensor"))
-    if case.tensor > 1:
-        parallel.parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
-    if case.sharded and num_shards > 1:
-        shard(model, mesh["shard"], wire="float32", average=False)
-    elif case.tensor == 1 and reduction != "reproducible":
+    if case.sharded:
+        shard(model, init_device_mesh("cpu", (case.ranks,)), wire="float32", average=False)
+    elif reduction != "reproducible":
         called = nn.parallel.DistributedDataParallel(model)
     optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage="float32", max_grad_norm=1.0)
     sums = None
     if reduction == "reproducible":
         sums = ng.reduce_gradients_with(model, average=False)
     sequences, length = case.tokens
-    draw = torch.Generator().manual_seed(mesh.get_local_rank("shard"))
+    draw = torch.Generator().manual_seed(dist.get_rank())
     shape = (case.micro_batches, sequences, length + 1)
     batches = torch.randint(model.config.vocab_size, shape, generator=draw)
-    share = num_shards * case.micro_batches * sequences * length
+    share = case.ranks * case.micro_batches * sequences * length
 
     def step() -> None:
         for place, tokens in enumerate(batches):
@@ -203,7 +179,7 @@ def final_models(kind: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the tables."""
     flags = parser(__doc__, rounds=4)
-    flags.add_argument("--only", choices=("models", "time", "layouts"), help="one table")
+    flags.add_argument("--only", choices=("models", "time"), help="one table")
     options = flags.parse_args(arguments)
     begin("ranks", options)
     if options.only in (None, "models"):
@@ -219,13 +195,6 @@ def main(arguments: Sequence[str]) -> int:
             kinds = {"torch": (case, "torch"), "torch, again": (case, "torch")}
             kinds["reproducible"] = (case, "reproducible")
             show(str(case), on_ranks(timed, case.ranks, kinds, options.rounds))
-    if options.only in (None, "layouts"):
-        model = "llama-1m" if options.quick else "llama-35m"
-        kinds = {}
-        for name, tensor in LAYOUTS.items():
-            kinds[name] = Case(model, 4, True, 1, (tensor, 256), tensor), "torch"
-        rounds = 2 if options.quick else options.rounds
-        show(f"layouts of {model} on 4 ranks", on_ranks(timed, 4, kinds, rounds))
     return 0
 
 

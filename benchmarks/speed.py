@@ -24,7 +24,6 @@ for AVX2.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -40,9 +39,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _conditions import ROOT, conditions, digest
+from _conditions import keep
 from _peers import PACKAGES, PEERS, Peer, reason
-from _timing import Contender, Row, begin, exit_by, load, measure, parameters, parser, show
+from _timing import Contender, Row, begin, exit_by, measure, parameters, parser, show
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -50,7 +49,6 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.trainer import language_model
 
 FILE = Path(__file__).with_name("steps.jsonl")
-OPTIM = ROOT / "src/narrowgauge/optim"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -86,16 +84,12 @@ SIZES: dict[str, dict[str, Shapes]] = {
 QUICK: dict[str, Shapes] = {"20 of 8,192": [(128, 64)] * 20}
 
 
-def timed(
-    makers: dict[str, Callable[[], Callable[[], object]]], rounds: int, **kind: Any
-) -> list[Row]:
-    """Return a row for each function that its maker makes and that runs here, the baseline first.
+Makers = dict[str, Callable[[], Callable[[], object]]]
+"""What makes the functions that are timed, by the name of a row, the baseline first."""
 
-    Args:
-        makers: by the name of a row.
-        rounds: how many are timed.
-        kind: how :class:`Contender` counts a call.
-    """
+
+def contenders_of(makers: Makers, **kind: Any) -> list[Contender]:
+    """Return a contender for each function that runs here; ``kind`` says how it counts a call."""
     contenders = []
     for name, make in makers.items():
         try:
@@ -105,6 +99,12 @@ def timed(
             print(f"{name}: {reason(error)}")
         else:
             contenders.append(Contender(name, run, **kind))
+    return contenders
+
+
+def timed(makers: Makers, rounds: int, **kind: Any) -> list[Row]:
+    """Return a row for each function that runs here, over so many rounds."""
+    contenders = contenders_of(makers, **kind)
     if DEVICE == "cpu":
         return measure(contenders, rounds=rounds)
     wait = torch.cuda.synchronize
@@ -152,20 +152,6 @@ def steps(shapes: Shapes, rounds: int, peers: Sequence[Peer]) -> list[Row]:
     return rows
 
 
-def keep(tensors: str, rows: Sequence[Row]) -> None:
-    """Append the ratios of a run to the records, under its conditions."""
-    texts = [OPTIM / "table.py", *sorted((OPTIM / "cpp").glob("*.h"))]
-    names = [f"text: {path.relative_to(ROOT).as_posix()}" for path in texts]
-    digests = {name: digest(name) for name in names}
-    with FILE.open("a", encoding="utf-8") as stream:
-        for row in rows:
-            record = {"row": row[""], "tensors": tensors, "load": load()}
-            record |= {"over float32": round(row["ratio"], 3)}
-            record |= {"over bfloat16": round(row["over bfloat16"], 3)}
-            record |= conditions() | {"digests": {row[""]: digests}}
-            stream.write(json.dumps(record) + "\n")
-
-
 def report_steps(rounds: int, is_quick: bool) -> None:
     """Measure, print and keep the steps of all sizes."""
     for tensors, shapes in (QUICK if is_quick else SIZES[DEVICE]).items():
@@ -174,8 +160,13 @@ def report_steps(rounds: int, is_quick: bool) -> None:
         num_threads = torch.get_num_threads() if DEVICE == "cpu" else 1
         speed = num_bytes * num_threads / (1e6 * rows[0]["median ms"])
         show(f"one step of {tensors} parameters; the fused step moves {speed:.3g} GB/s", rows)
-        if not is_quick:
-            keep(tensors, rows)
+        if is_quick:
+            continue
+        records = []
+        for row in rows:
+            over = {"over float32": row["ratio"], "over bfloat16": row["over bfloat16"]}
+            records.append({"row": row[""], "tensors": tensors, **over})
+        keep(FILE, records)
 
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
@@ -234,11 +225,11 @@ def report_layers(rounds: int, is_quick: bool) -> None:
 # ── in a process of their own ─────────────────────────────────────────────────────────────────────
 
 
-def fresh(function: Callable[[str], float], storage: str, **environment: str) -> float:
+def fresh(function: Callable[[Any], Any], argument: Any, **environment: str) -> Any:
     """Return what a function returns in a new process."""
     spawn = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
-        return pool.submit(function, storage).result()
+        return pool.submit(function, argument).result()
 
 
 def first_step(storage: str) -> float:
