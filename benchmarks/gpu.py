@@ -14,7 +14,6 @@ runs each line on the CPU at small sizes and measures nothing.
 from __future__ import annotations
 
 import multiprocessing
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,12 +26,10 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.quantization import padded, quantize, random_words
-from narrowgauge.optim import step_cpp, step_triton
 from narrowgauge.spec.computes import COMPUTES, Cast
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.compile import compiled
 from narrowgauge.torch_support.proof import draw, first_difference
-from narrowgauge.torch_support.triton import LAUNCH
 
 PROCESSES = 14
 
@@ -141,33 +138,6 @@ def correctness(device: str, options: Any) -> bool:
             rows = pool.starmap(check, jobs)
     show("tensors with other bits than the CPU's; of layers the relative error", rows)
     return all(row["passes"] == "yes" for row in rows)
-
-
-# ── kernels, compiled without a GPU ───────────────────────────────────────────────────────────────
-
-
-def compiled_row(rule: Any, storage: Storage, sm: int) -> Row:
-    """Compile the kernel of a step for a GPU of an architecture, which need not be here, and look
-    for what would change bits or take time.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    types = {"table": "*i64", "tiles": "*i32"}
-    types |= dict.fromkeys(("numbers", "control"), "*fp32")
-    values = {"row": step_cpp.row_of(rule, storage)}
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
-    signature = types | dict.fromkeys(values, "constexpr")
-    source = triton.compiler.ASTSource(step_triton.step, signature, values, aligned)
-    kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(LAUNCH))
-    ptx = kernel.asm["ptx"]
-    faults = sorted(set(re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)))
-    if not re.search(r"(?:ld|st)\.global\.v4\.b32\b", ptx):
-        faults.append("narrow accesses")
-    return {
-        "": f"{rule.name}/{storage.name}",
-        "passes": f"NO: {' '.join(faults)}" if faults else "yes",
-    }
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────

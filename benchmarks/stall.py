@@ -23,14 +23,15 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from _conditions import conditions, digests
-from _peers import PACKAGES, PEERS, Peer, bytes_held, reason
-from _published_states import PublishedAdamW, PublishedStates
-from _rows import FORMULAS
+from _peers import PACKAGES, reason
+from _published_states import PublishedAdamW
+from _rows import FORMULAS, PEERS_BY_NAME, bytes_per_param
 from _timing import Row, begin, exit_by, parser, show
 from torch import Tensor, nn
 
@@ -111,30 +112,27 @@ def our_row(case: Stall, storage: str) -> Row:
     return row | {"bytes per parameter": optimizer.bytes_per_param()}
 
 
-def published_row(case: Stall, name: str, published: PublishedStates) -> Row:
-    """Return the error of states that are kept by published formulas."""
+def other_row(case: Stall, name: str) -> Row:
+    """Return the error of a published formula or a peer, or why there is none."""
     weight = nn.Parameter(case.start.clone())
-    optimizer = PublishedAdamW([weight], published, lr=LR, **OPTIONS)
-    row = case.row(name, weight, optimizer.step, lambda: optimizer.stored(weight))
-    return row | {"bytes per parameter": published.bytes_per_param}
-
-
-def peer_row(case: Stall, peer: Peer) -> Row:
-    """Return the error of a peer, or why there is none."""
-    weight = nn.Parameter(case.start.clone())
+    options = {"lr": LR, **OPTIONS}
     try:
-        optimizer = peer.make([weight], lr=LR, **OPTIONS)
-        row = case.row(peer.name, weight, optimizer.step, lambda: peer.stored(optimizer, weight))
+        if name in FORMULAS:
+            optimizer: Any = PublishedAdamW([weight], FORMULAS[name], **options)
+            stored = optimizer.stored
+        else:
+            optimizer = PEERS_BY_NAME[name].make([weight], **options)
+            stored = partial(PEERS_BY_NAME[name].stored, optimizer)
+        row = case.row(name, weight, optimizer.step, lambda: stored(weight))
     except (ImportError, RuntimeError) as error:  # its kernels need what this machine may lack
-        return {"": peer.name, "lost": reason(error)}
-    return row | {"bytes per parameter": bytes_held(optimizer)}
+        return {"": name, "lost": reason(error)}
+    return row | {"bytes per parameter": bytes_per_param(optimizer)}
 
 
 def rows_of(case: Stall) -> list[Row]:
     """Return the rows of all storages, published states and peers, by the names of trainings."""
     rows = [our_row(case, name) for name in STORAGES]
-    rows += [published_row(case, *item) for item in FORMULAS.items()]
-    return rows + [peer_row(case, peer) for peer in PEERS]
+    return rows + [other_row(case, name) for name in (*FORMULAS, *PEERS_BY_NAME)]
 
 
 def write(tables: dict[str, list[Row]]) -> None:

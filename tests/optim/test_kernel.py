@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+
 import pytest
 
 import narrowgauge as ng
+from narrowgauge.optim import step_cpp, step_triton
+from narrowgauge.torch_support.triton import LAUNCH
 from optim.pairs import everything, kernel_of, parameters
-from script_modules import benchmark_module
 from tensors import assert_same_bits, take_steps
 
 
@@ -28,5 +32,13 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
 )
 def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
     """Compiled without a GPU."""
-    row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), 90)
-    assert row["passes"] == "yes", row
+    triton = pytest.importorskip("triton")
+    types = {"table": "*i64", "tiles": "*i32", "numbers": "*fp32", "control": "*fp32"}
+    values = {"row": step_cpp.row_of(*kernel_of(rule, storage))}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
+    signature = types | {"row": "constexpr"}
+    source = triton.compiler.ASTSource(step_triton.step, signature, values, aligned)
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    ptx = triton.compile(source, target=target, options=dict(LAUNCH)).asm["ptx"]
+    assert not re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)
+    assert re.search(r"(?:ld|st)\.global\.v4\.b32\b", ptx)
