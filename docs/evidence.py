@@ -194,12 +194,16 @@ def mean(runs: list[Row], field: str, form: str) -> str:
 
 
 def range_of(runs: list[Row], field: str) -> str:
-    """Return the least and the greatest value of a field, or its text."""
+    """Return the least and the greatest value of a field, of repeats behind their median; or its
+    text.
+    """
     values = [run[field] for run in runs if run.get(field) is not None]
     if not values or isinstance(values[0], str):
         return values[0] if values else "–"
-    ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
-    return " to ".join(ends)
+    ends = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
+    if "repeat" not in runs[0]:
+        return ends
+    return f"{statistics.median(values):.3g} ({ends})"
 
 
 def series(runs: list[Row], field: str) -> str:
