@@ -24,6 +24,7 @@ from torch import Tensor
 from narrowgauge.numerics.exact_sums import ExactSums
 
 FILE = Path(__file__).with_suffix(".jsonl")
+THIS = "text: benchmarks/growth.py"
 RANKS = (1, 16, 256, 4096)
 NUMBER = 4096
 
@@ -82,7 +83,7 @@ def main() -> int:
         rows += rows_of(num_ranks)
     show("errors by number of ranks", rows)
     if not options.quick:
-        held = {name: digest(name) for name in ("text: benchmarks/growth.py",)}
+        held = {THIS: digest(THIS)}
         with FILE.open("w") as stream:
             for row in rows:
                 record = row | conditions() | {"digests": {row["row"]: held}}

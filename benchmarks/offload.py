@@ -64,8 +64,8 @@ def prime_rl(params: list[nn.Parameter]) -> Any:
     second = [torch.zeros_like(weight) for weight in weights]
     narrow = [p.detach() for p in params]
     steps = [torch.tensor(0.0) for _ in params]
-    options = {name: OPTIONS[name] for name in ("lr", "eps", "weight_decay")}
-    options["beta1"], options["beta2"] = OPTIONS["betas"]
+    options: dict[str, Any] = {**OPTIONS}
+    options["beta1"], options["beta2"] = options.pop("betas")
 
     def step() -> None:
         grads = [p.grad for p in params]
@@ -232,26 +232,21 @@ ENGINES: dict[str, tuple[Make, torch.dtype, Make]] = {
 }
 
 
-class Engine:
-    """A model in an engine, whose steps follow a backward pass."""
-
-    def __init__(self, name: str) -> None:
-        engine, dtype, make = ENGINES[name]
-        layers = [nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(32)]
-        for layer in layers:  # variances stay: a gradient that is nearly zero is slow everywhere
-            nn.init.normal_(layer.weight, std=1 / 32)
-        self.model, self.backward_of, self.step = engine(make, nn.Sequential(*layers))
-
-    def backward(self) -> None:
-        x = torch.ones(4, 1024, dtype=torch.bfloat16)
-        self.backward_of(self.model(x).float().square().mean())
+def engine_of(name: str) -> Contender:
+    """Return an engine's step, which follows a backward pass."""
+    engine, dtype, make = ENGINES[name]
+    layers = [nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(32)]
+    for layer in layers:  # variances stay: a gradient that is nearly zero is slow everywhere
+        nn.init.normal_(layer.weight, std=1 / 32)
+    model, backward_of, step = engine(make, nn.Sequential(*layers))
+    x = torch.ones(4, 1024, dtype=torch.bfloat16)
+    return Contender(name, step, lambda: backward_of(model(x).float().square().mean()))
 
 
 def engines(seed: int) -> Iterator[Row]:
     """Yield the rows of one repeat of whole steps."""
     torch.distributed.init_process_group("gloo")
-    made = {name: Engine(name) for name in drawn(ENGINES, seed)}
-    contenders = [Contender(name, e.step, e.backward) for name, e in made.items()]
+    contenders = [engine_of(name) for name in drawn(ENGINES, seed)]
     yield from rows_of(contenders, "32 layers, clipped")
     torch.distributed.destroy_process_group()
 
