@@ -37,10 +37,11 @@ from _conditions import keep
 from _peers import bytes_held
 from _rows import PEERS_BY_NAME
 from _timing import Contender, Row, begin, exit_by, measure, parser, show
-from speed import FUSED, OPTIONS, STEPS, Shapes, contenders_of, fresh
+from speed import FUSED, OPTIONS, STEPS, Shapes, contenders_of, fresh, resident
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.torch_support.machine import installed_version
 
 FILE = Path(__file__).with_name("offload.jsonl")
 ELEMENTS = 2**25
@@ -98,13 +99,6 @@ for _storage in ("word", "exact", "compact", "states8"):
     WAYS[_storage] = (torch.bfloat16, partial(ours, storage=_storage))
 
 
-def resident() -> int:
-    """Return the resident bytes of this process."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
-
-
 def bare_steps(
     name: str, grads: list[Tensor], norm: float | None, facts: dict[str, Row]
 ) -> Callable[[], None]:
@@ -114,7 +108,8 @@ def bare_steps(
     dtype, make = WAYS[name]
     is_wide = dtype is torch.float32
     leaving = [torch.zeros_like(g) for g in grads] if is_wide else []
-    before = resident()
+    gc.collect()
+    before = resident("VmRSS")
     params = [nn.Parameter(torch.ones(g.shape, dtype=dtype)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         p.grad = g.to(dtype, copy=True)
@@ -136,7 +131,7 @@ def bare_steps(
     run()
     size = dtype.itemsize
     states = bytes_held(optimizer) - 4
-    facts[name] = {"held": 2 * size + states, "resident": (resident() - before) / ELEMENTS}
+    facts[name] = {"held": 2 * size + states, "resident": (resident("VmRSS") - before) / ELEMENTS}
     moved = 3 * size + 2 * states
     if is_wide:
         moved += 12  # 2 and 4 of a gradient, 4 and 2 of a weight
@@ -146,9 +141,9 @@ def bare_steps(
     return run
 
 
-def copies(memory: Tensor) -> None:
+def copies(source: Tensor, target: Tensor) -> None:
     for _ in range(STEPS):
-        memory[0].copy_(memory[1])
+        target.copy_(source)
 
 
 def bare(seed: int) -> Iterator[Row]:
@@ -159,7 +154,7 @@ def bare(seed: int) -> Iterator[Row]:
         makers: dict[str, Any] = {}
         for name in drawn(WAYS, seed):
             makers[name] = partial(bare_steps, name, grads, norm, facts)
-        makers["a copy"] = lambda: partial(copies, torch.zeros(2, ELEMENTS))
+        makers["a copy"] = lambda: partial(copies, *torch.zeros(2, ELEMENTS))
         for row in rows_of(contenders_of(makers, per_call=STEPS), tensors):
             row |= facts[row["row"]]
             yield row | {"GB/s": row["moved"] * ELEMENTS * 1e-6 / row["median ms"]}
@@ -274,7 +269,7 @@ def main() -> int:
             rows = fresh(partial(repeat, part), number)
             show(part, rows)
             if not options.quick:
-                keep(FILE, rows, repeat=number)
+                keep(FILE, rows, repeat=number, deepspeed=installed_version("deepspeed"))
     return 0
 
 
