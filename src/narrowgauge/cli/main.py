@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import click
 
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
-from narrowgauge.cli.exit_status import CommandGroup, help_without_command
+from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.errors import ChipError, RankError
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import log_file
@@ -27,13 +28,11 @@ from narrowgauge.spec.notation import parse_names
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
-_run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
-@click.group(cls=CommandGroup, invoke_without_command=True)
+@click.group(cls=CommandGroup)
 @click.version_option(__version__, prog_name="narrowgauge", message="%(prog)s %(version)s")
-@click.pass_context
-def main(context: click.Context) -> None:
+def main() -> None:
     """Train bfloat16 weights in 8 bytes a parameter: optimizers and number formats for PyTorch,
     and tools that measure what a format loses.
 
@@ -52,18 +51,11 @@ def main(context: click.Context) -> None:
     warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     # PyTorch's own, at every step and at every checkpoint of one process.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module|torch.distributed is disabled")
-    help_without_command(context)
 
 
-@main.group(
-    "show",
-    short_help="Tables, recipes, and this machine's arithmetic.",
-    invoke_without_command=True,
-)
-@click.pass_context
-def show_group(context: click.Context) -> None:
+@main.group("show", short_help="Tables, recipes, and this machine's arithmetic.")
+def show_group() -> None:
     """Print a table (formats, recipes, storages, chips, …), a recipe, or this machine's arithmetic."""
-    help_without_command(context)
 
 
 def _print(as_json: bool, rows: Any, parts: tables.Table | list[tables.Table]) -> None:
@@ -104,7 +96,9 @@ def show_checks(as_json: bool) -> None:
 @flags.json_object
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME stores, computes and loses."""
-    _print(as_json, *show.page_recipe(name))
+    facts = show.recipe_facts(name)
+    columns = {"recipe": itemgetter(0), facts["recipe"]: itemgetter(1)}
+    _print(as_json, facts, tables.Table([*facts.items()][1:], columns))
 
 
 @show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
@@ -247,7 +241,7 @@ def report(runs: tuple[Path, ...], out: Path | None) -> None:
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")
-@_run_folder
+@click.argument("folder", metavar="DIR", type=_path)
 @click.argument("out", type=_path)
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from narrowgauge.cli import flags
-from narrowgauge.cli.exit_status import help_without_command
 from narrowgauge.planner.ask import FOREIGN_RULES
 from narrowgauge.planner.model import CONFIGS
 from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS
@@ -33,11 +32,8 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-@click.group(
-    "plan", short_help="What fits, how fast, on which machines.", invoke_without_command=True
-)
-@click.pass_context
-def plan_group(context: click.Context) -> None:
+@click.group("plan", short_help="What fits, how fast, on which machines.")
+def plan_group() -> None:
     """Say what fits, how fast, on which machines, and why; nothing is trained.
 
     \b
@@ -45,7 +41,6 @@ def plan_group(context: click.Context) -> None:
     narrowgauge plan next run.toml chips=128 sequence_length=16384
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    help_without_command(context)
 
 
 @plan_group.command(

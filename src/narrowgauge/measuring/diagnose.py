@@ -128,7 +128,7 @@ def is_finished(run: Run) -> bool:
     if run.is_foreign or run.summary is not None:
         return True
     planned = run.config.get("steps")
-    return any(row["step"] == planned for row in run.steps[-1:])
+    return planned is not None and run.last_step.get("step") == planned
 
 
 # ── the readings ──────────────────────────────────────────────────────────────────────────────────

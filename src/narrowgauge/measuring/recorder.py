@@ -280,8 +280,7 @@ class RunRecorder:
         run = self._here.of_first(lambda: self._rewound(step))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._ended)
-        last = run.steps[-1] if run.steps else {}
-        self._tokens = last.get("tokens", 0) if tokens is None else tokens
+        self._tokens = run.last_step.get("tokens", 0) if tokens is None else tokens
         self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
         self.meter.go_on_after(step)
         self._must_go_back = False
@@ -296,9 +295,9 @@ class RunRecorder:
         while self._record.notes:
             self._tell("note", self._record.notes.pop())
         run = read_run(self._record.path)
-        for row in run.steps[-1:]:
-            if row["step"] < step:
-                self._tell("note", f"steps {row['step'] + 1} to {step} have no rows")
+        last = run.last_step.get("step", step)
+        if last < step:
+            self._tell("note", f"steps {last + 1} to {step} have no rows")
         return run
 
     def close(self, finished: bool = True) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from narrowgauge.measuring.reading import STAGES, Reading, Readings
@@ -184,7 +185,7 @@ def _roundoff(run: Run) -> float | None:
     """
     recipe = recipe_of(run)
     names = [] if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
-    for row in run.fingerprints[:2]:
+    for row in islice(run.fingerprints, 2):
         for key, entry in (row.get("tensors") or {}).items():
             if key.startswith("output:") and len(entry) > 3:
                 names.append(str(entry[3]))
@@ -201,8 +202,11 @@ def _rows_of(run: Run) -> dict[int, Row]:
     """
     rows = dict[int, Row]()
     for table in (run.evals, run.steps, run.fingerprints):
-        for row in reversed(table):
-            rows[row["step"]] = rows.get(row["step"], {}) | row
+        first = dict[int, Row]()
+        for row in table:
+            first.setdefault(row["step"], row)
+        for step, row in first.items():
+            rows[step] = rows.get(step, {}) | row
     if rows and run.summary is not None:
         rows[max(rows)][LAST] = run.summary.get(LAST)
     return rows

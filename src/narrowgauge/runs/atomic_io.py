@@ -23,26 +23,25 @@ TEMPORARY = ".tmp-"
 """Prefix of every unfinished file. Files that a crash leaves under this prefix may be deleted."""
 
 
-def disk_error(path: Path, error: Exception) -> RecordError:
-    """Return a ``RecordError`` for an error while a file is read or written.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, None)
 
-    On a full disk, and for an error without a number, it gives the free bytes.
-    """
+
+def disk_error(path: Path, error: Exception) -> RecordError:
+    """Return a ``RecordError`` for an error while a file is read or written, with the free bytes."""
     number = system_error(error)
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        reason = "the disk is full"
-    elif number is not None:
-        status = 1 if number in (errno.EIO, errno.EFBIG) else 2
-        advice = "Check the path and who may write there."
-        return RecordError(f"Cannot use {path}: {os.strerror(number)}.", advice, status=status)
-    else:  # PyTorch's writer gives no number on a full disk
+    if number is None:  # PyTorch's writer gives no number on a full disk
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    else:
+        reason = os.strerror(number)
     place = path.absolute()
-    while not place.exists():
+    while not os.path.exists(place):
         place = place.parent
     free = shutil.disk_usage(place).free
-    message = f"Cannot write {path}: {reason} ({free:,} bytes free)."
-    return RecordError(message, "Free some space, then give the same command again.", status=1)
+    return RecordError(
+        f"Cannot use {path}: {reason} ({free:,} bytes free).",
+        "Check the path, who may write there, and the free space.",
+        status=1 if number in _OF_THE_MACHINE else 2,
+    )
 
 
 def damaged(file: Path, reason: object) -> RecordError:

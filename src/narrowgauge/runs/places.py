@@ -54,18 +54,17 @@ def require_free(
     path = Path(path)
     problem = ""
     with disk_errors(path):
-        if path.exists() and not path.is_dir():
-            problem = "it is a file"
-        elif path.exists():
+        if path.is_dir():
             held = [name for name in os.listdir(path) if not name.startswith(TEMPORARY)]
             for name in names or held:
                 if name in held:
                     problem = f"it holds {name}, which is not to be overwritten"
+        elif path.exists():
+            problem = "it is a file"
     if problem:
         advice = "Choose another folder."
         if is_run(path):
-            advice += " Or continue the run in the program that wrote it: the same narrowgauge "
-            advice += "train, or a loop with RunRecorder(…, resume=True)."
+            advice += " Or continue the run in the program that wrote it."
         raise RecordError(f"Cannot {task} {path}: {problem}.", advice)
 
 

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
@@ -51,30 +49,36 @@ class Run:
 
     path: Path
     run: Row
-    steps: Sequence[Row] = field(default_factory=list)
-    evals: Sequence[Row] = field(default_factory=list)
-    events: Sequence[Row] = field(default_factory=list)
+    steps: Collection[Row] = field(default_factory=list)
+    evals: Collection[Row] = field(default_factory=list)
+    events: Collection[Row] = field(default_factory=list)
     summary: Row | None = None
     notes: list[str] = field(default_factory=list)
 
     @cached_property
-    def fingerprints(self) -> Sequence[Row]:
+    def fingerprints(self) -> Collection[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
-        return self._read("fingerprints")
+        return _rows(self.path / "fingerprints.jsonl", self.notes)
 
     @cached_property
+    def _outline(self) -> tuple[frozenset[str], Row]:
+        names: set[str] = set()
+        last: Row = {}
+        for row in self.evals:
+            names.update(row)
+        for last in self.steps:
+            names.update(last)
+        return frozenset(names), last
+
+    @property
     def columns(self) -> frozenset[str]:
         """Return the columns of the steps and the evaluations."""
-        names: set[str] = set()
-        for rows in (self.steps, self.evals):
-            if isinstance(rows, LargeFile) and len(rows):
-                names |= rows.names
-            else:
-                names.update(*rows)
-        return frozenset(names)
+        return self._outline[0]
 
-    def _read(self, kind: str) -> Sequence[Row]:
-        return [] if self.is_foreign else _rows(self.path / f"{kind}.jsonl", self.notes)
+    @property
+    def last_step(self) -> Row:
+        """Return the row of the last step, which is empty without one."""
+        return self._outline[1]
 
     @property
     def is_foreign(self) -> bool:
@@ -201,23 +205,18 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
             notes.append(note)
 
 
-class LargeFile(Sequence[Row]):
-    """The rows of a file, read anew by each loop over them: a million would take gigabytes.
-
-    The first loop counts them, and collects the names of their columns.
-    """
+class LargeFile(Collection[Row]):
+    """The rows of a file, read anew by each loop over them: a million would take gigabytes."""
 
     def __init__(self, file: Path, notes: list[str]) -> None:
         self.file = file
         self.notes = notes
         self.size = -1
-        self.names: set[str] = set()
 
     def __iter__(self) -> Iterator[Row]:
         size = 0
         for row in rows_in(self.file, self.notes):
             size += 1
-            self.names.update(row)
             yield row
         self.size = size
 
@@ -226,14 +225,11 @@ class LargeFile(Sequence[Row]):
             deque(self, 0)
         return self.size
 
-    def __getitem__(self, place: Any) -> Any:
-        places = range(len(self))[place]
-        if isinstance(places, range):
-            return [*islice(self, places.start, places.stop, places.step)]
-        return next(islice(self, places, None))
+    def __contains__(self, row: object) -> bool:
+        return any(row == other for other in self)
 
 
-def _rows(file: Path, notes: list[str]) -> Sequence[Row]:
+def _rows(file: Path, notes: list[str]) -> Collection[Row]:
     with disk_errors(file):
         is_large = file.is_file() and file.stat().st_size > LARGE
     return LargeFile(file, notes) if is_large else [*rows_in(file, notes)]

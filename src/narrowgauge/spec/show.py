@@ -16,7 +16,7 @@ from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, width_of
+from narrowgauge.spec.storages import STORAGES, VISIBLE, width_of
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.tables import Row, Table, table_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -88,8 +88,8 @@ def _aliases() -> list[Row]:
     return rows
 
 
-def page_recipe(name: str) -> tuple[Row, list[Table]]:
-    """Return what one recipe stores and computes: a row for JSON, and the tables to print.
+def recipe_facts(name: str) -> Row:
+    """Return what one recipe stores, casts and loses, for each parameter of a matrix.
 
     Args:
         name: a full name, or an alias.
@@ -99,9 +99,23 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
     compute = recipe.compute
     least, most = storage.gradients
     gradients = "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
+    if storage.scaled:
+        gradients = "any; in a block of 256, down to 8e-06 of the largest"
+    size = VISIBLE[storage.visible][0] / 8
     facts = {
+        "recipe": recipe.name,
+        "bytes per parameter": recipe.bytes_per_param,
         "loses": storage.loses,
-        "gradients": _IN_BLOCKS if storage.scaled else gradients,
+        "weight": f"{storage.weight}: {size:g} bytes",
+    }
+    for group in storage.packing:
+        names = [name for name, _ in group]
+        codes = [str(storage.code(role)) for state, role in storage.states if state in names]
+        words = f"{width_of(group) / 8:g} bytes"
+        facts[", ".join(names)] = f"{'; '.join(codes)}: {words}" if codes else words
+    facts |= {
+        "gradient": f"{storage.visible}: {size:g} bytes",
+        "gradients": gradients,
         "storage from": storage.source,
         "norm gains, biases": storage.vectors or storage.name,
         "for": compute.purpose,
@@ -112,31 +126,9 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
     }
     if compute.keep_last:
         facts["wide blocks"] = f"the last {compute.keep_last:.0%} of the model's blocks"
-    stored = _stored_words(storage)
-    matmuls = []
     for formula, product in zip(_FORMULAS, compute.products.values(), strict=True):
-        matmuls += [
-            {"matmul": formula, **row} for row in _rows([product], "left right accumulation")
-        ]
-    row = {"name": recipe.name, "bytes_per_param": recipe.bytes_per_param}
-    row |= {"facts": facts, "stored": stored, "matmuls": matmuls}
-    total = {"word": "in all", "codes": "", "bytes": recipe.bytes_per_param}
-    rows = [{"recipe": key, recipe.name: value} for key, value in facts.items()]
-    return row, [table_of(rows), table_of([*stored, total]), table_of(matmuls)]
+        facts[formula] = f"{product}, summed in {product.accumulation}"
+    return facts
 
 
-_IN_BLOCKS = "any; in a block of 256, down to 8e-06 of the largest"
 _FORMULAS = ("y = x · wᵀ", "dx = dy · w", "dw = dyᵀ · x")
-
-
-def _stored_words(storage: Storage) -> list[Row]:
-    """Return what is in memory per parameter of a matrix; the bytes sum to the bytes per parameter."""
-    size = VISIBLE[storage.visible][0] / 8
-    rows: list[Row] = [{"word": "weight", "codes": str(storage.weight), "bytes": size}]
-    for group in storage.packing:
-        names = [name for name, _ in group]
-        codes = [str(storage.code(role)) for state, role in storage.states if state in names]
-        rows.append(
-            {"word": ", ".join(names), "codes": "; ".join(codes), "bytes": width_of(group) / 8}
-        )
-    return [*rows, {"word": "gradient", "codes": storage.visible, "bytes": size}]

@@ -110,29 +110,27 @@ class Settings:
             NarrowgaugeError: an invalid value.
         """
         require_package("transformers")
-        parts = self.gradient_accumulation_steps
-        if self.batch_size % parts or parts % num_ranks:
+        number = self.gradient_accumulation_steps
+        if self.batch_size % number or number % num_ranks:
             raise RankError(
-                f"Cannot split a batch of {self.batch_size} sequences into {parts} micro-batches "
+                f"Cannot split a batch of {self.batch_size} sequences into {number} micro-batches "
                 f"for {counted(num_ranks, 'rank')}.",
                 "Choose a --gradient-accumulation-steps that divides --batch-size and is a multiple "
                 "of the number of ranks.",
             )
         model = known_model(self.model)
         tokens = open_tokens(self.data)
-        num_held_out = len(tokens.held_out)
-        if num_held_out <= self.sequence_length:
-            raise DataError(
-                f"sequence_length {self.sequence_length} needs {self.sequence_length + 1} tokens; "
-                f"the held-out part has {num_held_out}.",
-                "Give more text, or a smaller --sequence-length.",
-            )
-        if self.tokens_per_step >= len(tokens.train):
-            raise DataError(
-                f"A step of {self.tokens_per_step:,} tokens needs more than the "
-                f"{len(tokens.train):,} in the training part.",
-                "Give more text, or a smaller --batch-size.",
-            )
+        parts = {
+            "held-out": (tokens.held_out, self.sequence_length),
+            "training": (tokens.train, self.tokens_per_step),
+        }
+        for part, (ids, needed) in parts.items():
+            if len(ids) <= needed:
+                raise DataError(
+                    f"Cannot train on {self.data} because its {part} part has {len(ids):,} tokens, "
+                    f"and more than {needed:,} are needed.",
+                    "Give more text, or a smaller --sequence-length or --batch-size.",
+                )
         data = str(Path(self.data).resolve())
         return replace(self, model=model, data=data, out=str(self.folder))
 
