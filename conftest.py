@@ -12,8 +12,6 @@ ROOT = Path(__file__).parent
 # `from oracles.x import y` in any test, whatever its folder.
 sys.path.insert(0, str(ROOT / "tests"))
 
-from optional_packages import absent_packages  # noqa: E402
-
 # Modules that import a framework, at once or in a function.
 ADAPTERS = [
     ROOT / "src" / "narrowgauge" / "integrations" / name
@@ -41,9 +39,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--frameworks"):
         return
-    left_out = [
-        item for item in items if item.get_closest_marker("frameworks") or needs_framework(item)
-    ]
+    left_out = [item for item in items if item.get_closest_marker("frameworks")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
@@ -54,10 +50,3 @@ def same_random_numbers() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-
-
-def needs_framework(item: pytest.Item) -> bool:
-    """Return whether the examples of a docstring import a package that is not installed."""
-    if not isinstance(item, pytest.DoctestItem) or item.dtest is None:
-        return False
-    return bool(absent_packages("".join(example.source for example in item.dtest.examples)))

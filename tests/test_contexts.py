@@ -27,7 +27,6 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.errors import DataError
-from optional_packages import absent_packages
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disk_errors": (Path("a"),),
@@ -56,27 +55,21 @@ ELSEWHERE = {
 PLAIN = (bool, int, float, str, type(None))
 
 
-def module_names() -> list[str]:
-    names = []
-    for found in pkgutil.walk_packages(narrowgauge.__path__, "narrowgauge."):
-        file = Path(narrowgauge.__file__).parent.joinpath(*found.name.split(".")[1:])
-        source = file.with_suffix(".py")
-        if not source.exists() or "integrations" in found.name or "__main__" in found.name:
-            continue
-        if not absent_packages(source.read_text(encoding="utf-8")):
-            names.append(found.name)
-    return names
-
-
 @cache
 def contexts() -> dict[str, Callable[..., Any]]:
     """Return the functions and classes of the package that make a context, by name."""
     result = {}
-    for module_name in module_names():
-        module = importlib.import_module(module_name)
+    for info in pkgutil.walk_packages(narrowgauge.__path__, "narrowgauge."):
+        if "integrations" in info.name or "__main__" in info.name:
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as error:  # of a package that is not installed
+            assert "narrowgauge" not in str(error.name)
+            continue
         for name, value in vars(module).items():
             made = getattr(value, "__wrapped__", None)
-            is_own = getattr(value, "__module__", "") == module_name
+            is_own = getattr(value, "__module__", "") == info.name
             enter = getattr(value, "__enter__", None) if inspect.isclass(value) else None
             is_class = getattr(enter, "__module__", "").startswith("narrowgauge")
             is_context = is_class or inspect.isgeneratorfunction(made)

@@ -61,24 +61,23 @@ class Run:
         return _rows(self.path / "fingerprints.jsonl", self.notes)
 
     @cached_property
-    def _outline(self) -> tuple[frozenset[str], Row]:
-        names: set[str] = set()
-        last: Row = {}
-        for row in self.evals:
-            names.update(row)
-        for last in self.steps:
-            names.update(last)
-        return frozenset(names), last
-
-    @property
     def columns(self) -> frozenset[str]:
         """Return the columns of the steps and the evaluations."""
-        return self._outline[0]
+        names: set[str] = set()
+        for rows in (self.steps, self.evals):
+            if isinstance(rows, LargeFile) and len(rows):
+                names |= rows.names
+            else:
+                names.update(*rows)
+        return frozenset(names)
 
     @property
     def last_step(self) -> Row:
         """Return the row of the last step, which is empty without one."""
-        return self._outline[1]
+        if isinstance(self.steps, LargeFile) and len(self.steps):
+            return self.steps.last
+        last = deque(self.steps, 1)
+        return last[0] if last else {}
 
     @property
     def is_foreign(self) -> bool:
@@ -173,19 +172,25 @@ def lines_in(file: Path) -> Iterator[tuple[bytes, Row | None]]:
     with disk_errors(file):
         if not file.is_file():
             return
+        kind = file.stem
         with file.open("rb") as stream:
             for line in stream:
-                yield line, _row_of(line, file.stem)
+                yield line, _row_of(line, kind)
+
+
+_DECODER = json.JSONDecoder()
 
 
 def _row_of(line: bytes, kind: str) -> Row | None:
     try:
-        row = json.loads(line)
+        text = line.decode()
+        row, end = _DECODER.raw_decode(text)  # json.loads takes twice the time
     except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not line.endswith(b"\n"):
+    if text[end:].lstrip() or not text.endswith("\n") or type(row) is not dict:
         return None
-    return None if kind == "events" and "what" not in row else row
+    is_row = type(row.get("step")) is int and (kind != "events" or "what" in row)
+    return row if is_row else None
 
 
 def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
@@ -206,17 +211,24 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
 
 
 class LargeFile(Collection[Row]):
-    """The rows of a file, read anew by each loop over them: a million would take gigabytes."""
+    """The rows of a file, read anew by each loop over them: a million would take gigabytes.
+
+    The first loop counts them, and collects the names of their columns and the last row.
+    """
 
     def __init__(self, file: Path, notes: list[str]) -> None:
         self.file = file
         self.notes = notes
         self.size = -1
+        self.names: set[str] = set()
+        self.last: Row = {}
 
     def __iter__(self) -> Iterator[Row]:
         size = 0
         for row in rows_in(self.file, self.notes):
             size += 1
+            self.names.update(row)
+            self.last = row
             yield row
         self.size = size
 
