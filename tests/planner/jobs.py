@@ -15,9 +15,8 @@ from narrowgauge.spec.notation import parse
 LLAMA = read_model("llama-8b")
 
 # Steps 1 and 10 of four H100, and what the command changes in llama3_8b.toml: XilunWu, pull request 1884 of
-# pytorch/torchtitan, 15 October 2025. The first line is ours: it names the chip as torchtitan does.
+# pytorch/torchtitan, 15 October 2025.
 TITAN_LOG = """\
-[rank0]:[titan] - INFO - CUDA capacity: NVIDIA H100 80GB HBM3 with 95.00GiB memory
 [rank0]:[titan] - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2465  memory: 33.21GiB(34.95%)  tps: 87  mfu: 0.51%
 [rank0]:[titan] - INFO - \x1b[31mstep: 10  \x1b[32mloss: 10.2391  memory: 44.84GiB(47.19%)  tps: 5,615  mfu: 32.88%
 """

@@ -101,16 +101,6 @@ def test_frozen_experts_are_whole_on_the_ranks_that_share_them() -> None:
     assert job.memory["weights"] > 2 * experts / 2
 
 
-def test_rows_of_one_table_sum_gradients_in_one_format() -> None:
-    """70B on 8 H100: 7 bytes a parameter were larger and slower than 8, since only these summed in bfloat16."""
-    recipes = ["bfloat16/word", "bfloat16/compact", "bfloat16/states8"]
-    jobs = plan("llama-70b", recipes=recipes, chip="H100-SXM", chips=8, advise=False).options
-    assert {job.layout.accumulation_dtype for job in jobs} == {"bfloat16"}
-    rows = {job.recipe.storage.short_name: job for job in jobs}
-    assert rows["states8"].has_room and rows["states8"].peak_bytes < rows["word"].peak_bytes
-    assert rows["compact"].tokens_per_second >= rows["word"].tokens_per_second
-
-
 def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
     """LoRA of 70B on one H100: 144 GB stayed on the chip once, and the host had 3."""
     job = estimate("deepspeed,offload=true", "recompute=full", model="llama-70b", lora=16)
@@ -184,7 +174,8 @@ def test_what_fits(asked: dict[str, Any], fits: bool) -> None:
 
 def test_33_billion_on_eight_times_40_gb_fit_in_8_and_6_bytes_and_not_in_16() -> None:
     recipes = [WORD, STATES8, "bfloat16/master"]
-    answer = plan("llama-33b", chip="A100-SXM4-40GB", chips=8, recipes=recipes, advise=False)
+    asked = {"chip": "A100-SXM4-40GB", "chips": 8}
+    answer = plan("llama-33b", recipes=recipes, advise=False, **asked)
     fitting = {job.recipe.name for job in answer.options if job.fits}
     assert fitting == {WORD, STATES8} and len(answer.options) == 3
 
@@ -251,8 +242,8 @@ def test_torchtitans_next_runs_are_as_measured(
 ) -> None:
     """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md."""
     told = titan().next(**changes)
-    assert told.difference == "layout, batch, precision, chips to 16 times"
-    assert "recompute selective" in str(told) and told.rate_interval and told.peak_interval
+    assert told.difference == "size, layout, batch, precision, chips"
+    assert "recompute=selective" in str(told) and told.rate_interval and told.peak_interval
     assert told.rate_interval[0] < rate < told.rate_interval[1]
     assert told.peak_interval[0] < peak < told.peak_interval[1]
 
@@ -266,7 +257,7 @@ def test_the_next_run_is_moved_towards_what_was_measured() -> None:
         run = titan(tokens_per_second=rate, peak_gb=counted + more)
         told = run.next(chips=16)
         assert told.tokens_per_second / plain.tokens_per_second == pytest.approx(factor**0.8)
-        assert told.peak_gb == pytest.approx(plain.allocated_bytes / 1e9 + more / 2)
+        assert told.peak_gb == pytest.approx(plain.allocated_bytes / 1e9 + more)
 
 
 def test_without_a_change_the_answer_is_what_was_measured() -> None:
@@ -281,8 +272,7 @@ def test_without_a_change_the_answer_is_what_was_measured() -> None:
 def test_what_differs_most_decides_the_interval() -> None:
     run = titan()
     rows = (
-        ({"chips": 512}, "chips beyond 16 times"),
-        ({"model": "llama-70b", "chips": 64}, "another size"),
+        ({"model": "llama-70b", "chips": 64}, "size, layout, batch, precision, chips"),
         ({"sequence_length": 16_384, "layout": "zero=3,tensor=1,context=1"}, "length to 4 times"),
         (
             {"sequence_length": 65_536, "layout": "zero=3,tensor=1,context=1"},
@@ -391,7 +381,7 @@ def test_a_run_folder_of_our_trainer_needs_no_file(tmp_path: Path) -> None:
     run = read_measured(str(tmp_path / "run"))
     assert (run.tokens_per_second, run.peak_gb, run.assumed) == (20_000, 30, {})
     assert run.job.cluster.name == "8 × A100-SXM4-40GB"
-    assert str(run.job.layout).startswith("shard 8, micro-batch 4 × 2")
+    assert str(run.job.layout).startswith("shard=8,micro_batch=4,micro_batches=2")
 
 
 def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
@@ -406,12 +396,14 @@ def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
 def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(TITAN_LOG)
     (tmp_path / "llama3_8b.toml").write_text(TITAN_CONFIG)
-    words = f"config={tmp_path / 'llama3_8b.toml'} log={tmp_path / 'train.log'} chips="
+    words = (
+        f"config={tmp_path / 'llama3_8b.toml'} log={tmp_path / 'train.log'} chip=H100-SXM chips="
+    )
     run = read_measured(f"{words}4")
     assert run.tokens_per_second == 4 * 5_615 and run.peak_gb == pytest.approx(
         44.84 * 1.0737, rel=1e-3
     )
-    assert str(run.job.layout) == "shard 2, context 2, micro-batch 1 × 1, recompute full"
+    assert str(run.job.layout) == "shard=2,context=2,micro_batch=1,micro_batches=1,recompute=full"
     assert run.job.cluster.name == "4 × H100-SXM5-80GB" and run.job.program.kernels == "eager"
     assert run.job.tokens_per_second == pytest.approx(4 * 5_615, rel=0.15)
     assert run.counted_gb == pytest.approx(run.peak_gb, rel=0.1)

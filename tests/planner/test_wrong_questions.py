@@ -37,4 +37,4 @@ def test_values_that_no_question_has_are_refused(name: str) -> None:
 
 def test_a_program_is_read_with_its_fields() -> None:
     program = read_program("torchtitan, loss=chunked, release=true")
-    assert (program.text, program.loss, program.release) == ("torchtitan", "chunked", True)
+    assert (program.name, program.loss, program.release) == ("torchtitan", "chunked", True)

@@ -114,7 +114,7 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
 
     \b
     narrowgauge plan next run.toml chips=128 sequence_length=16384
-    narrowgauge plan next "config=llama3_8b.toml log=train.log chips=8" chips=128
+    narrowgauge plan next "config=llama3_8b.toml log=train.log chip=H100-SXM chips=8" chips=128
     narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
     from narrowgauge.planner.layouts import read_values

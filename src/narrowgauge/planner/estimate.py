@@ -73,9 +73,7 @@ class Estimate(Ask):
     @property
     def memory_interval(self) -> Ends:
         """Return the 80 % interval of the memory."""
-        outside = self.peak_bytes - self.reserved_bytes
-        low, high = self._ends("memory", self.reserved_bytes)
-        return low + outside, high + outside
+        return self._ends("memory", self.peak_bytes)
 
     @property
     def has_room(self) -> bool:

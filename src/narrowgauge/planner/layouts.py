@@ -24,7 +24,6 @@ from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 
-AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
@@ -49,7 +48,8 @@ class Layout:
             optimizer step.
         recompute: recomputed in backward: nothing; all but attention and every second matmul
             (selective); or whole layers.
-        accumulation_dtype: dtype of the gradient sum over micro-batches.
+        accumulation_dtype: dtype of the gradient sum over micro-batches; PyTorch adds to ``.grad`` in
+            the dtype of the weight, if that is wider.
     """
 
     data: int = 1
@@ -63,7 +63,7 @@ class Layout:
     micro_batch: int = 1
     micro_batches: int = 1
     recompute: Literal["none", "selective", "full"] = "none"
-    accumulation_dtype: str = "float32"
+    accumulation_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -122,27 +122,18 @@ class Layout:
         return is_whole and (self.zero in (0, 3) or self.shard == 1)
 
     def __str__(self) -> str:
-        """Write a layout and its batch in a few words.
+        """Write what is not the default, and the batch, as ``--layout`` takes them.
 
         Example:
             >>> print(Layout(shard=4, zero=1, tensor=2, micro_batch=2, recompute="full"))
-            shard 4 (ZeRO-1), tensor 2, micro-batch 2 × 1, recompute full
+            shard=4,zero=1,tensor=2,micro_batch=2,micro_batches=1,recompute=full
         """
-        parts = []
-        for name in (*AXES, "interleave"):
-            size = getattr(self, name)
-            if size > 1:
-                is_partial = name == "shard" and self.zero < 3
-                parts.append(
-                    f"{name} {size} (ZeRO-{self.zero})" if is_partial else f"{name} {size}"
-                )
-        text = ", ".join(parts) or "one chip"
-        text += f", micro-batch {self.micro_batch} × {self.micro_batches}"
-        if self.recompute != "none":
-            text += f", recompute {self.recompute}"
-        if self.accumulation_dtype != "float32":
-            text += f", gradients summed in {self.accumulation_dtype}"
-        return text
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default or "micro" in field.name:
+                words.append(f"{field.name}={value}")
+        return ",".join(words)
 
 
 FIELDS = tuple(field.name for field in fields(Layout))

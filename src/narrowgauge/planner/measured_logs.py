@@ -5,7 +5,6 @@ folder of the Hugging Face Trainer, or the arguments of :class:`~narrowgauge.pla
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -23,7 +22,6 @@ _ADVICE = (
     "'model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336'."
 )
 _PLACES: dict[str, dict[str, list[str]]] = load_data("logs", "planner")
-_DEVICE = re.compile(r"(?:GPU|CUDA) capacity: (.+?) (?:\(\d+\) )?with [\d.]+GiB")
 Asked = dict[str, Any]
 """Arguments of :class:`MeasuredRun`."""
 
@@ -109,9 +107,6 @@ def of_log(path: Path, asked: Asked) -> Asked:
         said |= _of_ours({**run.run, "config": run.config})
     elif file.suffix == ".json":
         said |= _of_trainer(file, asked)
-    else:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        said |= _of_device("".join(_DEVICE.findall(text)[:1]))
     return said
 
 

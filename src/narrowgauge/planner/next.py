@@ -4,10 +4,10 @@ of chips.
 Two numbers of the measured run correct the plan of the next one::
 
     rate = planned rate of the next x (measured rate / planned rate of the run) ** TRUST
-    peak = counted tensors of the next + HALF * (measured peak - counted tensors of the run)
+    peak = counted tensors of the next + (measured peak - counted tensors of the run)
 
-Both are shrunk, because a part of every difference is the run's own. If nothing differs, the answer
-is what was measured. The numbers and the intervals are of pairs of published runs
+The rate's is shrunk, because a part of the difference is the run's own. If nothing differs, the
+answer is what was measured. TRUST and the intervals are of pairs of published runs
 (``benchmarks/published_runs.py --next``). No pair crosses chips, programs, update rules, adapters or
 their base: there the plan stands as it is, without an interval.
 """
@@ -27,7 +27,6 @@ from narrowgauge.spec.tables import Row
 from narrowgauge.spec.values import require_number
 
 TRUST = 0.8
-HALF = 0.5
 SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
 OTHER = "another chip, program, rule or training: no interval"
@@ -55,7 +54,6 @@ def _loop_of(job: Estimate) -> tuple[Any, ...]:
 def difference_of(run: Estimate, job: Estimate) -> str:
     """Name what differs most between two jobs: a row of ``next`` in ``data/errors.toml``."""
     longer = abs(math.log2(job.sequence_length / run.sequence_length))
-    more = abs(math.log2(job.cluster.chips / run.cluster.chips))
     if run == job:
         return SAME
     if _loop_of(run) != _loop_of(job):
@@ -64,9 +62,7 @@ def difference_of(run: Estimate, job: Estimate) -> str:
         return "mixture"
     if longer:
         return BEYOND if longer > 2 else "length to 4 times"
-    if job.architecture.num_parameters != run.architecture.num_parameters:
-        return "another size"
-    return "chips beyond 16 times" if more > 4 else "layout, batch, precision, chips to 16 times"
+    return "size, layout, batch, precision, chips"
 
 
 def _around(value: float, difference: str) -> Ends:
@@ -82,7 +78,7 @@ def _reservable_gb(job: Estimate) -> float:
 
 def _described(job: Estimate) -> str:
     words = job.architecture.name, job.cluster.name, f"{job.sequence_length:,} tokens"
-    return ", ".join((*words, job.recipe.name, job.program.text))
+    return ", ".join((*words, job.recipe.name, job.program.name))
 
 
 class Next(NamedTuple):
@@ -133,7 +129,7 @@ class MeasuredRun:
     Example:
         >>> run = MeasuredRun("llama-8b", chip="H100-SXM", chips=8, tokens_per_second=53_336)
         >>> run.next(chips=16).difference
-        'layout, batch, precision, chips to 16 times'
+        'size, layout, batch, precision, chips'
     """
 
     def __init__(
@@ -234,8 +230,7 @@ class MeasuredRun:
         counted = job.allocated_bytes / 1e9
         if not self.peak_gb or difference_of(self.job, job) == OTHER:
             return counted
-        share = 1.0 if job == self.job else HALF
-        return counted + share * (self.peak_gb - self.counted_gb)
+        return counted + self.peak_gb - self.counted_gb
 
     def _planned(self, changes: dict[str, Any]) -> Estimate:
         """Return a plan in this run's layout, if that is known and fits; else in the fastest."""

@@ -14,7 +14,7 @@ from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.machine import Cluster, chip_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import Program, Tuning, read_program
-from narrowgauge.planner.search import Fixed, may_sum_in_bfloat16, search
+from narrowgauge.planner.search import Fixed, search
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip
@@ -40,7 +40,7 @@ FOREIGN_RECIPES = ("bfloat16/naive", "bfloat16/master")
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order of the recipes then stays."""
 MOST_CHANGES = 4
-_CHANGES: dict[str, list[dict[str, Any]]] = load_data("changes", "planner")
+_CHANGES: list[dict[str, Any]] = load_data("changes", "planner")["changes"]
 
 
 def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Plan:
@@ -132,33 +132,19 @@ def answers(
     left_out: dict[str, str] = {}
     refusal = NarrowgaugeError("")
     for where in machines:
-        rows: list[Estimate] = []
         usual = "hf-trainer" if tuning.lora else "compiled"
         loop = read_program(program or ("maxtext" if where.chip.vendor == "Google" else usual))
         for recipe in _recipes(recipes, where.chip, loop, tuning, optimizer):
             try:
                 _refuse(recipe, where.chip, optimizer)
                 ask = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
-                rows.append(search(ask, fixed, tokens_per_step))
+                jobs.append(search(ask, fixed, tokens_per_step))
             except NarrowgaugeError as error:
                 refusal = error
                 left_out[f"{recipe.name} on {where.name}"] = str(error)
-        jobs += _with_equal_sums(rows, fixed, tokens_per_step)
     if not jobs:
         raise refusal
     return sorted(jobs, key=_place), left_out
-
-
-def _with_equal_sums(rows: list[Estimate], fixed: Fixed, tokens: float) -> list[Estimate]:
-    """Sum gradients in bfloat16 in all rows if one needs it: rows of a table answer one job."""
-    if all(job.layout.accumulation_dtype == "float32" for job in rows):
-        return rows
-    alike = []
-    for job in rows:
-        if may_sum_in_bfloat16(job) and job.layout.accumulation_dtype == "float32":
-            job = search(job, {**fixed, "accumulation_dtype": "bfloat16"}, tokens)
-        alike.append(job)
-    return alike
 
 
 def listed(value: Any) -> list[Any]:
@@ -241,7 +227,7 @@ def _changes(job: Estimate, asked: Fixed) -> Iterator[dict[str, Any]]:
     if isinstance(loop, Program):
         loop = loop.name
     numbers = {"sequence_length": job.sequence_length, "chips": job.cluster.chips}
-    for row in _CHANGES["adapters" if job.tuning.lora else "weights"]:
+    for row in _CHANGES:
         change = {**row}
         if change.get("program"):
             change["program"] = f"{loop},{change['program']}"

@@ -8,7 +8,7 @@ says what trains: everything, or adapters over frozen weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
@@ -69,7 +69,6 @@ class Program:
         saves: where the inputs of recomputed layers wait for their backward pass.
         layout: fields of the layouts that it runs, where the question names none.
         ours: whether it takes this project's optimizers; else ``master`` is planned by default.
-        text: its name in sentences.
     """
 
     name: str
@@ -82,7 +81,6 @@ class Program:
     saves: str = "chip"
     layout: str = ""
     ours: bool = True
-    text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -91,7 +89,7 @@ class Program:
     def __str__(self) -> str:
         """Write the program with its fields, as ``--program`` takes them."""
         words = [f"{name}={getattr(self, name)}" for name in _CHOICES if getattr(self, name)]
-        return f"{self.text}: {', '.join(words)}"
+        return f"{self.name}: {', '.join(words)}"
 
 
 @dataclass(frozen=True, slots=True)

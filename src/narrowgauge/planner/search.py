@@ -35,7 +35,7 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
     """Return an ask in its best layout on all chips of its cluster.
 
     That is the fastest whose memory interval fits. Else it is the fastest that fits, or the closest
-    to fitting. Gradients are summed in fewer bits where nothing fits otherwise.
+    to fitting.
 
     Args:
         ask: its layout is replaced.
@@ -61,15 +61,7 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
     roomy = [option for option in fitting if option.has_room]
     if fitting:
         return min(roomy or fitting, key=_pace)
-    if may_sum_in_bfloat16(ask) and "accumulation_dtype" not in fixed:
-        return search(ask, {**fixed, "accumulation_dtype": "bfloat16"}, tokens_per_step)
     return min(tried, key=lambda option: option.peak_bytes)
-
-
-def may_sum_in_bfloat16(ask: Estimate) -> bool:
-    """Tell whether gradients of micro-batches may be summed in 16 bits."""
-    is_short = ask.recipe.storage.visible == "bfloat16"
-    return is_short and not ask.recipe.reduction.order_invariant
 
 
 def _pace(option: Estimate) -> tuple[float, float]:
@@ -112,8 +104,6 @@ def _shapes(a: Architecture, cluster: Cluster, length: int, fixed: Fixed) -> Ite
         data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
         shard = max(1, fixed.get("shard", ranks // data))
         sizes = {"data": max(1, ranks // shard), "shard": shard, "zero": 1 if pipeline > 1 else 3}
-        if shard * context == 1:
-            sizes["zero"] = 0
         sizes |= {"tensor": tensor, "pipeline": pipeline, "context": context}
         experts = math.gcd(a.num_experts, ranks * context) if a.num_experts else 1
         sizes["expert"] = experts
