@@ -15,8 +15,7 @@ import narrowgauge as ng
 from integrations.bfloat16_loop import llama, sequences
 from integrations.bfloat16_loop import trained as train
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.integrations.peft import quantize_base
-from narrowgauge.matmul.inference import QuantizedLinear
+from narrowgauge.matmul.inference import QuantizedLinear, quantize_for_inference
 
 pytestmark = pytest.mark.frameworks
 
@@ -53,12 +52,12 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if mark in name}
 
 
-@pytest.mark.parametrize("compute", [None, "nvfp4"])
+@pytest.mark.parametrize("compute", [None, "int8-row"])
 def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
     model = adapted(base())
     before = model.get_memory_footprint()
     if compute:
-        assert quantize_base(model, compute) is model and model.training
+        quantize_for_inference(model, compute).train()
     model, optimizer = ng.prepare(model, "bfloat16/word", lr=1e-2)
     frozen = weights_of(model, "base_layer")
     adapters = weights_of(model)
@@ -81,7 +80,7 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
 
 def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
     def new_model() -> Any:
-        return ng.prepare(quantize_base(adapted(base()), "nvfp4"), "bfloat16/word", lr=1e-2)
+        return ng.prepare(quantize_for_inference(adapted(base())).train(), lr=1e-2)
 
     model, optimizer = new_model()
     trained(model, optimizer)
@@ -100,7 +99,7 @@ def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
 
 def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path: Path) -> None:
     model = adapted(base())
-    ng.prepare(quantize_base(model, "nvfp4"), "bfloat16/word")
+    ng.prepare(quantize_for_inference(model))
     with pytest.raises(RecipeError, match=r"Cannot change the weight"):
         model.merge_adapter()
     model.save_pretrained(tmp_path)
@@ -110,8 +109,14 @@ def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path: Path) -> None:
 
 def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
     def quantized(compute: str) -> nn.Module:
-        return quantize_base(nn.Sequential(nn.Linear(64, 16)).requires_grad_(False), compute)
+        return quantize_for_inference(nn.Sequential(nn.Linear(64, 16)), compute)
 
-    quantized("nvfp4").load_state_dict(quantized("nvfp4").state_dict())
-    with pytest.raises(FormatError, match=r"'0\.block_scales' was saved in torch\.float8_e8m0fnu"):
-        quantized("nvfp4").load_state_dict(quantized("mxfp4").state_dict())
+    quantized("int8-row").load_state_dict(quantized("int8-row").state_dict())
+    with pytest.raises(FormatError, match=r"'0\.weight_codes' was saved in torch\.float8_e4m3fn"):
+        quantized("int8-row").load_state_dict(quantized("float8-row").state_dict())
+
+
+def test_a_module_that_is_trained_beside_adapters_stays_a_weight() -> None:
+    model = quantize_for_inference(adapted(base(), modules_to_save=["o_proj"]))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and "o_proj" in name]
+    assert len(trained) == 2

@@ -25,6 +25,7 @@ from narrowgauge.matmul.gemm import multiply
 from narrowgauge.matmul.operand import Operand, without_outer
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import has_kernel, needs_kernel
+from narrowgauge.torch_support import proof
 from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle
 
@@ -56,9 +57,9 @@ def device(architecture: str, scaled_mm: Any = device_rules.scaled_mm_v1) -> Ite
 @pytest.fixture
 def untried() -> Iterator[None]:
     """No kernel has been tried yet, and what this test finds is forgotten."""
-    native._works.cache_clear()
+    proof._reasons.clear()
     yield
-    native._works.cache_clear()
+    proof._reasons.clear()
 
 
 def values_of(operand: Operand) -> Tensor:
@@ -176,6 +177,6 @@ def test_a_kernel_that_is_off_in_its_trial_is_not_used() -> None:
         return device_rules.scaled_mm_v1(*args, **options) * 1.01
 
     for scaled_mm, works in ((device_rules.scaled_mm_v1, True), (off, False)):
-        native._works.cache_clear()
+        proof._reasons.clear()
         with device("sm90", scaled_mm):
             assert native.has_kernel(product, torch.device("cpu")) == works

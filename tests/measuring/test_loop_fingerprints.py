@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import narrowgauge as ng
-from narrowgauge.integrations.peft import quantize_base
+from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
@@ -79,8 +79,7 @@ def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
 def test_outputs_of_a_base_of_codes_are_recorded(tmp_path: Path) -> None:
     """A stored weight is a weight, and no parameter."""
     model = nn.Sequential(nn.Embedding(29, 16), nn.Linear(16, 29, bias=False))
-    model[1].requires_grad_(False)
-    quantize_base(model, "nvfp4")
+    quantize_for_inference(model, "int8-row")
     optimizer = torch.optim.AdamW(model[0].parameters())
     with ng.RunRecorder(tmp_path, model, optimizer, fingerprints_every=1) as recorder:
         loss = loss_of(model, tokens_at(1))

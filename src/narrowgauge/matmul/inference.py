@@ -3,8 +3,8 @@ inference and under adapters.
 
 A layer with a scale per row or tensor multiplies its input by the stored codes as a compute's
 ``output`` does. ``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a
-magnitude of 6 or more multiply the widened codes in 16 bits, all others multiply in int8. A layer
-of four-bit codes is widened to its input's format (QLoRA).
+magnitude of 6 or more multiply the widened codes in 16 bits, all others multiply in int8. Backward
+multiplies the gradient by the widened weight, so adapters of earlier layers learn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,16 +32,17 @@ from narrowgauge.matmul.linear import (
     keep_from_fused_kernels,
     matrix_of,
 )
-from narrowgauge.matmul.operand import PAIRS, Operand, cast_matrix, values_of
-from narrowgauge.matmul.roles import roles_of
+from narrowgauge.matmul.operand import Operand, cast_matrix, values_of
+from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.matmul.swapping import chosen_layers
-from narrowgauge.numerics.widening import bias_gradient, linear, matmul
+from narrowgauge.numerics.widening import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.anatomy import parts
 
-NAMES = ("weight_codes", "weight_scales", "block_scales")
-"""The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte and scales
-of rows or of the tensor; or two codes a byte, padded to whole blocks, with scales of blocks too."""
+NAMES = ("weight_codes", "weight_scales")
+"""The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte, and scales of
+rows or of the tensor."""
 METHOD = "narrowgauge (import narrowgauge.integrations.huggingface)"
 """The name of the quantization in transformers' configs: where it is not registered, transformers'
 warning of an unknown type says what to import."""
@@ -49,20 +50,7 @@ warning of an unknown type says what to import."""
 
 def codes_of(weight: Tensor, right: Cast) -> Operand:
     """Return a weight ``[out, in]`` in a cast."""
-    dtype = PAIRS
-    if not is_packed(right):
-        dtype = getattr(torch, right.format)
-    return cast_matrix(weight, right, 1, dtype)
-
-
-def is_packed(right: Cast) -> bool:
-    """Return whether a weight's codes have four bits and scales of blocks."""
-    return right.format == "float4_e2m1fn" and right.block is not None
-
-
-def widened(stored: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """Return a stored weight in float32, without padding: ``shape [out, in]``."""
-    return values_of(Operand(*stored))[: shape[0], : shape[1]]
+    return cast_matrix(weight, right, 1, getattr(torch, right.format))
 
 
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
@@ -76,23 +64,16 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, shape: torch.Size, name: str, *stored: Any
-    ) -> Tensor:
-        ctx.save_for_backward(*stored)
-        ctx.shape = shape
-        weight = Operand(*stored)
-        if weight.inner is not None:
-            # A copy: adapters add to the output in place, which a view from here forbids.
-            return linear(x, widened(stored, shape).to(x.dtype), bias).clone()
-        return output(x, weight, shape[0], bias, Call(name))[0]
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str, *weight: Any) -> Tensor:
+        ctx.save_for_backward(*weight)
+        return output(x, Operand(*weight), len(weight[0]), bias, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        by_x = matmul(grad, widened(ctx.saved_tensors, ctx.shape).to(grad.dtype))
+        by_x = matmul(grad, values_of(Operand(*ctx.saved_tensors)).to(grad.dtype))
         by_bias = bias_gradient(grad) if ctx.needs_input_grad[1] else None
-        return by_x, by_bias, *[None] * 5
+        return by_x, by_bias, None, None, None
 
 
 # ── the layers ────────────────────────────────────────────────────────────────────────────────────
@@ -119,8 +100,7 @@ class _Stored(Computed):
         self.shape = like.shape
         self.compute_as(compute)
         for name, tensor in zip(NAMES, weight, strict=True):
-            if tensor is not None:
-                self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor)
 
     def stand_in(self) -> Tensor:
         """Return a tensor of the model's weight's shape and dtype, without memory."""
@@ -134,15 +114,14 @@ class _Stored(Computed):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
-    def multiply(self, x: Tensor, weight: Sequence[Any], bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         x = self.entered(x)
-        shape = self.shape[-2:]
         if not x.numel():  # no tokens, as of an expert that gets none
-            return x.new_zeros(*x.shape[:-1], shape[0]) + x.sum()
+            return x.new_zeros(*x.shape[:-1], len(codes)) + x.sum()
         run: Any = _Product.apply
-        y: Tensor = run(x.reshape(-1, x.shape[-1]), bias, shape, self.registered_name, *weight)
-        return y.view(*x.shape[:-1], shape[0])
+        y: Tensor = run(x.reshape(-1, x.shape[-1]), bias, self.registered_name, codes, scales)
+        return y.view(*x.shape[:-1], len(codes))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def of_tensor(x: Tensor) -> Tensor:
@@ -214,7 +193,7 @@ class _LazyWeight(Tensor):
                 raise RecipeError(
                     "Cannot change the weight of a layer that stores codes and scales.",
                     "To merge adapters, load the base again in 16 bits; add adapters before "
-                    "quantize_base.",
+                    "quantize_for_inference.",
                 )
             if func in PRODUCTS:
                 _warn_of_product(layer)
@@ -258,24 +237,19 @@ class QuantizedLinear(_Stored, nn.Linear):
         matrix = self.dequantize().to(self.dtype)
         return matrix.t() if self.is_transposed else matrix
 
-    def stored(self) -> list[Tensor | None]:
-        """Return the parts of an operand."""
-        return [self._buffers.get(name) for name in NAMES]
-
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
-        return widened(self.stored(), self.shape)
+        return values_of(Operand(self.weight_codes, self.weight_scales))
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.multiply(input, self.stored(), self.bias)
+        return self.multiply(input, self.weight_codes, self.weight_scales, self.bias)
 
 
 class QuantizedExperts(_Stored, Projection):
     """One projection of all experts: codes ``[experts, out, in]`` and scales."""
 
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        stored = self.weight_codes[expert], self.weight_scales[expert], None
-        return self.multiply(x, stored, bias)
+        return self.multiply(x, self.weight_codes[expert], self.weight_scales[expert], bias)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         codes, scales = self.weight_codes, self.weight_scales
@@ -300,8 +274,10 @@ def quantize_for_inference(
     tokens are independent.
 
     Args:
-        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or a mixture's experts. On
-            the meta device, codes are empty: load them with ``load_state_dict(…, assign=True)``.
+        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or a mixture's experts. With
+            adapters of PEFT, only frozen layers are stored: call ``model.train()``, and the adapters
+            train. On the meta device, codes are empty: load them with ``load_state_dict(…,
+            assign=True)``.
         compute: a compute, or its name, whose weights are 8-bit codes with their own scales:
             ``int8-outlier-codes``, ``int8-row``, ``float8-row``, ``float8-tensor``.
         keep: name patterns (shell wildcards) of layers to leave alone, beside heads, routers and
@@ -320,20 +296,24 @@ def quantize_for_inference(
         (262144, 2048)
     """
     compute = with_codes(compute)
-    layers = chosen_layers(model, compute, keep, roles_of(model, warns=True))
+    roles = roles_of(model, warns=True)
+    has_adapters = bool(parts(model).adapters)
+    for name, module in multiplied(model).items() if has_adapters else ():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            roles.setdefault(name, "trained")
+    layers = chosen_layers(model, compute, keep, roles)
     for name, (module, _) in layers.items():
         _require_storable(name, module)
     keep_from_fused_kernels(model)
     device = next(model.parameters()).device
-    linears = {}
+    operands: dict[tuple[int, bool], Operand] = {}
     for name, (module, _) in layers.items():
         if is_linear(module):
-            linears[name] = module
+            _quantize_linear(name, module, compute, operands)
         else:
             _quantize_experts(module, name.rpartition(".")[2], compute)
-    quantize_layers(linears, compute)
     warn_if_emulated(compute, device)
-    if "transformers" in sys.modules and hasattr(model, "save_pretrained"):
+    if "transformers" in sys.modules and hasattr(model, "save_pretrained") and not has_adapters:
         _describe(model, compute, keep)
     return model.eval()
 
@@ -372,7 +352,7 @@ def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
     if layer.is_transposed:
         matrices = matrices.transpose(1, 2)
     operands = [codes_of(matrix, compute.output.right) for matrix in matrices]
-    codes, scales, _ = map(list, zip(*operands, strict=True))
+    codes, scales = map(list, zip(*operands, strict=True))
     layer.store(Operand(torch.stack(codes), torch.stack(scales)), matrices, compute)
     owner._parameters[name] = None
     take_over(owner, name, layer)
@@ -395,23 +375,23 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layers(layers: Mapping[str, Any], compute: Compute) -> None:
-    """Make linear layers, by name, :class:`QuantizedLinear`. Those that share a weight share its
-    codes.
+def _quantize_linear(
+    name: str, module: Any, compute: Compute, operands: dict[tuple[int, bool], Operand]
+) -> None:
+    """Make a linear layer a :class:`QuantizedLinear`.
 
-    They stay the same objects, so hooks and references stay valid.
+    It stays the same object, so hooks and references stay valid. Layers that share a weight share
+    its codes, in ``operands``.
     """
-    operands: dict[tuple[int, bool], Operand] = {}
-    for name, module in layers.items():
-        matrix = matrix_of(module).detach()
-        module.is_transposed = is_transposed(module)
-        key = id(module.weight), module.is_transposed
-        if key not in operands:
-            operands[key] = codes_of(matrix, compute.output.right)
-        if isinstance(module, NarrowLayer):
-            del module.key
-        del module.weight
-        module.__class__ = QuantizedLinear
-        module.layer_name = name
-        module.out_features, module.in_features = matrix.shape
-        module.store(operands[key], matrix, compute)
+    matrix = matrix_of(module).detach()
+    module.is_transposed = is_transposed(module)
+    key = id(module.weight), module.is_transposed
+    if key not in operands:
+        operands[key] = codes_of(matrix, compute.output.right)
+    if isinstance(module, NarrowLayer):
+        del module.key
+    del module.weight
+    module.__class__ = QuantizedLinear
+    module.layer_name = name
+    module.out_features, module.in_features = matrix.shape
+    module.store(operands[key], matrix, compute)

@@ -6,15 +6,13 @@ rounding equal those of the emulation (:mod:`narrowgauge.matmul.gemm`). Only the
 accumulation of the sum differ.
 
 A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies
-two small matrices whose product is exact in any order. If it raises or is off by one bit, its
-products are emulated.
+two small matrices whose product is exact in any order. If it raises or is off by one bit, that is
+said, and its products are emulated.
 """
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ from narrowgauge.matmul.operand import Operand, values_of
 from narrowgauge.spec import kernels
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.torch_support import torch_names
-from narrowgauge.torch_support.proof import first_difference
+from narrowgauge.torch_support.proof import first_difference, prove
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
@@ -35,7 +33,10 @@ def has_kernel(product: Product, device: torch.device) -> bool:
     architecture = architecture_of(device)
     if architecture is None or not kernels.has_kernel(product, architecture):
         return False
-    return _works(product.left, product.right, device)
+    lhs, rhs = product.left, product.right
+    name = f"the product of {lhs.format} and {rhs.format}"
+    # It waits for the device once, so the first call must not happen during CUDA graph capture.
+    return not prove(name, (lhs, rhs, device), "The kernel", lambda: _compare(lhs, rhs, device))
 
 
 @lru_cache(None)
@@ -103,38 +104,23 @@ def _scale_of(operand: Operand, has_rows: bool) -> Tensor:
 # ── the trial of a kernel ─────────────────────────────────────────────────────────────────────────
 
 
-@lru_cache(None)
-def _works(lhs: Cast, rhs: Cast, device: torch.device) -> bool:
-    """Return whether the kernel multiplies two small matrices without error.
-
-    It waits for the device once, so the first call must not happen during CUDA graph capture.
-    """
-    with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
-        first, second = _exact_operand(lhs, 137), _exact_operand(rhs, 269)
-        exactly = values_of(first).double() @ values_of(second).double().t()
-        there = _moved(first, device), _moved(second, device)
-        try:
-            for dtype in (torch.bfloat16, torch.float32):
-                values, left, right = multiply_codes(*there, Product(lhs, rhs), dtype)
-                # Read here: a device error is raised when its result is read.
-                result = values[: exactly.shape[0], : exactly.shape[1]].cpu().double()
-                if left is not None and right is not None:
-                    result = result * left.cpu() * right.cpu().t()
-                name = f"the product of {lhs.format} and {rhs.format}"
-                difference = first_difference(name, result, exactly.to(values.dtype).double())
-                if difference:
-                    warnings.warn(f"{difference}. Such products are emulated.", stacklevel=2)
-                    return False
-        except torch.OutOfMemoryError:
-            raise  # not the kernel's fault
-        except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function
-            return False
-    return True
-
-
-def _moved(operand: Operand, device: torch.device) -> Operand:
-    parts: list[Any] = [part if part is None else part.to(device) for part in operand]
-    return Operand(*parts)
+def _compare(lhs: Cast, rhs: Cast, device: torch.device) -> str:
+    """Return where the kernel's product of two small matrices is not exact, or an empty string."""
+    with torch_names.no_modes(), torch.no_grad():
+        operands = []
+        for operand in (_exact_operand(lhs, 137), _exact_operand(rhs, 269)):
+            operands.append(Operand(*[part.to(device) for part in operand if part is not None]))
+        first, second = operands
+        exactly = (values_of(first).cpu().double() @ values_of(second).cpu().double().t()).float()
+        for dtype in (torch.bfloat16, torch.float32):
+            values, left, right = multiply_codes(first, second, Product(lhs, rhs), dtype)
+            result = values[: exactly.shape[0], : exactly.shape[1]].cpu().float()
+            if left is not None and right is not None:
+                result = result * left.cpu() * right.cpu().t()
+            difference = first_difference("value", result, exactly.to(values.dtype).float())
+            if difference:
+                return difference
+    return ""
 
 
 def _exact_operand(cast: Cast, rows: int) -> Operand:

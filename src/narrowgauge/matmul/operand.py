@@ -3,7 +3,7 @@
 :mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per
 cast and dimension. Under ``torch.compile`` its operations are part of the model's graph. The result
 is int8 or float8 *codes* with a scale for each row or for the tensor, or bfloat16 *values*: code times
-its block's scale, which is exact. Stored weights may be pairs of four-bit codes.
+its block's scale, which is exact.
 """
 
 from __future__ import annotations
@@ -19,56 +19,38 @@ from torch import Tensor
 from narrowgauge.numerics.hashing import signed
 from narrowgauge.numerics.quantization import (
     blocked,
-    four_bit_codes,
-    four_bit_values,
-    packed_pairs,
     padded,
     quantize_blocks,
     quantize_whole,
     random_words,
     rotate,
     sides_of,
-    spread,
-    unpacked_pairs,
 )
 from narrowgauge.numerics.rounding import power_below, random_bits
 from narrowgauge.spec.computes import Cast
 from narrowgauge.torch_support.compile import fused
 
-PAIRS = torch.uint8
-"""The dtype of four-bit codes, two to a byte."""
-CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of codes that only some kernels multiply."""
-SCALE_DTYPES = {
-    "float32": torch.float32, "power-of-two": torch.float32,
-    "float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn,
-}  # fmt: skip
-"""The dtypes of block scales, by the word of a cast."""
 
 
 class Operand(NamedTuple):
-    """One side of a matmul, ``[side, contraction]``: it represents ``data * inner * outer``.
+    """One side of a matmul, ``[side, contraction]``: it represents ``data * outer``.
 
     Attributes:
-        data: padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Stored
-            four-bit codes are in pairs along the contraction, which is half as long.
+        data: padded to whole blocks: int8 or float8 codes, or values in a wider dtype.
         outer: float32 ``[side, 1]``, ``[1, contraction]`` or ``[1, 1]``; ``None`` without one.
-        inner: of pairs of four-bit codes, the scales ``[rows, contraction blocks]`` in their own
-            format; else ``None``.
     """
 
     data: Tensor
     outer: Tensor | None = None
-    inner: Tensor | None = None
 
     def turned(self) -> Operand:
         """Return the operand of a matmul that contracts the other dimension."""
-        outer = inner = None
-        if self.outer is not None:
-            outer = self.outer.reshape(self.outer.shape[::-1])  # in one piece
-        if self.inner is not None:
-            inner = self.inner.t()
-        return Operand(self.data.t(), outer, inner)
+        outer = self.outer
+        if outer is not None:
+            outer = outer.reshape(outer.shape[::-1])  # in one piece
+        return Operand(self.data.t(), outer)
 
 
 def cast_matrix(
@@ -85,8 +67,7 @@ def cast_matrix(
     0.
 
     Args:
-        dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the
-            values.
+        dtype: of the result: int8 or a float8 for codes, or a dtype that holds the values.
         key: int32, one number, of the random bits of a stochastic cast. Their words are hashed
             within it.
         fold: float32, broadcastable: multiplied into ``x`` first.
@@ -106,26 +87,19 @@ def cast_matrix(
         operand = Operand(*fused(size, function, x, key, fold))
     else:
         function = bound(_cast_blocks, cast=cast, dtype=dtype)
-        data, scales, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
-        if dtype == PAIRS:
-            operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
-        else:
-            operand = Operand(data.view(x.shape), outer)
+        data, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
+        operand = Operand(data.view(x.shape), outer)
     if dim == 0:
         return operand.turned()
     return operand
 
 
 def without_outer(operand: Operand) -> Tensor:
-    """Return ``data * inner``, in a dtype that all processors multiply: int8 and wide data as they
-    are, other codes in bfloat16 if it is exact there, else in float32.
+    """Return ``data`` in a dtype that all processors multiply: int8 and wide data as they are, other
+    codes in bfloat16, where they are exact.
     """
-    data, _, inner = operand
-    if inner is None:
-        return data.to(torch.bfloat16) if data.dtype in CODES else data
-    codes = four_bit_values(unpacked_pairs(data, 1))
-    values = codes * spread(inner.float(), codes.shape)
-    return values if inner.dtype == torch.float32 else values.to(torch.bfloat16)
+    data = operand.data
+    return data.to(torch.bfloat16) if data.dtype in CODES else data
 
 
 def values_of(operand: Operand) -> Tensor:
@@ -168,9 +142,7 @@ def _cast_whole(
 def _cast_blocks(
     x: Tensor, key: Tensor | None, *, cast: Cast, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
-    """Cast a matrix in blocks: values in a dtype, or pairs of codes along its rows; scales in float32,
-    of pairs in their own format, and in float32; their inverses, and the tensor's scale.
-    """
+    """Cast a matrix in blocks: values in a dtype; scales and their inverses, and the tensor's scale."""
     words = None
     if key is not None:
         row_blocks, rows, column_blocks, columns = x.shape
@@ -178,15 +150,7 @@ def _cast_blocks(
         words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
     codes, inner, inverse, outer = quantize_blocks(x, cast, words)
     # A compiler computes scales that are returned once, not at each value.
-    if dtype != PAIRS:
-        return (codes * inner).to(dtype), inner, inner, inverse, outer
-    data = packed_pairs(four_bit_codes(codes.flatten(0, 1).flatten(1, 2)), 1)
-    scales = inner.flatten(0, 1).flatten(1, 2)
-    if cast.scale == "float8_e8m0fnu":  # its exponents as uint8: Triton does not know it
-        scales = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-    else:
-        scales = scales.to(SCALE_DTYPES[cast.scale])
-    return data, scales, inner, inverse, outer
+    return (codes * inner).to(dtype), inner, inverse, outer
 
 
 # ── random bits of stochastic casts ───────────────────────────────────────────────────────────────
