@@ -170,6 +170,7 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(
 
 
 @pytest.mark.usefixtures("untried")
+@pytest.mark.filterwarnings("ignore:The kernel and the definition differ")
 def test_a_kernel_that_is_off_in_its_trial_is_not_used() -> None:
     product = COMPUTES["float8-row"].output
 

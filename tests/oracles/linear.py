@@ -1,15 +1,7 @@
-"""A linear layer in float64: three products of operands that someone else has cast, and how far off
-a product may be.
+"""Products of operands that someone else has cast, in float64 and in integers.
 
-Straight through: the gradient of a cast is taken to be 1, so with x̂, ŵ and the two casts d̂, ď of
-the output's gradient
-
-    output = x̂ ŵᵀ + b      grad_input = d̂ ŵ      grad_weight = ďᵀ x̂      grad_bias = Σ d
-
-where every operand is given as the matrix ``[rows, contraction]`` that it stands for. Float64 adds
-products of such numbers (at most 24 bits each, times scales) with an error that nobody sees here,
-but where a sum cancels. An error bound is made of what each step may add: a share of the sum of
-magnitudes for the accumulation, then a share of the value for each rounding.
+Float64 adds products of such numbers (at most 24 bits each, times scales) with an error that nobody
+sees here, but where a sum cancels.
 """
 
 from __future__ import annotations
@@ -20,11 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FLOAT64 = 2.0**-45
-"""The oracle's own error: some hundred roundings."""
 # Half of the spacing just above 1: the largest relative error of one rounding.
 ROUNDING = {
-    torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
@@ -37,18 +26,6 @@ class Product:
 
     value: Tensor
     magnitude: Tensor
-
-    def off(self, accumulation: float, roundings: list[float]) -> Tensor:
-        """How far a computed product may be off.
-
-        Args:
-            accumulation: error of the sum as a share of ``magnitude``.
-            roundings: relative errors of what is done to the sum, in turn.
-        """
-        error = (accumulation + FLOAT64) * self.magnitude
-        for rounding in roundings:
-            error = error * (1 + rounding) + rounding * self.value.abs()
-        return error
 
 
 def product(lhs: Tensor, rhs: Tensor) -> Product:

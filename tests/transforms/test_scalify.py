@@ -162,21 +162,10 @@ def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTr
     assert all(rms(x) < 1e-5 for (_, kind), x in raw.items() if kind == "gradient")
 
 
-def float16_case(
-    model: nn.Module, factor: float, reference: dict[str, Tensor]
-) -> tuple[float, float]:
-    """The largest relative error of a parameter's gradient, and the share of all gradients that
-    became zero.
-    """
+def float16_error(model: nn.Module, factor: float, reference: dict[str, Tensor]) -> float:
+    """The largest relative error of a parameter's gradient; 1 where all of it became zero."""
     gradients = loss_and_gradients(model, factor)[1]
-    assert all(gradients[name].isfinite().all() for name in reference)
-    errors = []
-    for name in reference:
-        errors.append(distance(gradients[name].double(), reference[name] * factor))
-    lost = sum(
-        int(((gradients[name] == 0) & (reference[name] * factor != 0)).sum()) for name in reference
-    )
-    return max(errors), lost / sum(int((value != 0).sum()) for value in reference.values())
+    return max(distance(gradients[name].double(), reference[name] * factor) for name in reference)
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
@@ -185,14 +174,10 @@ def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str)
     base = tiny(family, torch.float32)
     _, reference = loss_and_gradients(copy.deepcopy(base).double())
     plain = copy.deepcopy(base).half()
-    near = {}
     model, optimizer = prepare(copy.deepcopy(base), "scalify-float16/float32", audit_every=0)
     assert not optimizer.scales_loss
-    for factor in (1.0, 2.0**-16, 2.0**-24, 2.0**-40):
-        near[factor] = float16_case(model, factor, reference)
-        assert near[factor] == near[1.0]  # powers of two change no bit
-    assert near[1.0][0] < 0.03 and near[1.0][1] < 1e-3
-    assert float16_case(plain, 1.0, reference)[0] < 0.005
-    assert float16_case(plain, 2.0**-18, reference)[1] > 0.1
-    error, lost = float16_case(plain, 2.0**-24, reference)
-    assert error == 1.0 and lost > 0.95
+    factors = (1.0, 2.0**-16, 2.0**-24, 2.0**-40)
+    (error,) = {float16_error(model, factor, reference) for factor in factors}
+    assert error < 0.03  # powers of two change no bit
+    assert float16_error(plain, 1.0, reference) < 0.005
+    assert float16_error(plain, 2.0**-24, reference) == 1.0

@@ -32,6 +32,7 @@ from narrowgauge.numerics.rounding import (
 )
 from narrowgauge.spec.computes import ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import Format, get_format
+from narrowgauge.torch_support.torch_names import is_traced
 
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
@@ -232,11 +233,18 @@ def rotate(x: Tensor, dim: int) -> Tensor:
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
+    if not is_traced():  # the same sums in a third of the calls
+        rows = blocks.movedim(dim + 1, 0) * torch.tensor(_SIGNS, device=x.device).view(-1, 1, 1)
+        for half in (1, 2, 4, 8):
+            low, high = rows.unflatten(0, (-1, 2, half)).unbind(1)
+            rows = torch.stack([low + high, low - high], 1).flatten(0, 2)
+        return (rows * 0.25).movedim(0, dim + 1).flatten(dim, dim + 1)
     # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64
     # scalars in each GPU launch.
     places = list(blocks.unbind(dim + 1))
-    for place in _NEGATED:
-        places[place] = -places[place]
+    for place, sign in enumerate(_SIGNS):
+        if sign < 0:
+            places[place] = -places[place]
     # Sixteen tensors, not one of sixteen rows. Compiled, each is loaded once, and 64 additions make
     # all results.
     for size in (2, 4, 8, 16):
@@ -250,8 +258,8 @@ def rotate(x: Tensor, dim: int) -> Tensor:
     return torch.stack([place * 0.25 for place in places], dim + 1).flatten(dim, dim + 1)
 
 
-# The zero bits of 0x9E37 (golden ratio).
-_NEGATED = frozenset(place for place in range(ROTATION_SIZE) if not 0x9E37 >> place & 1)
+# By the bits of 0x9E37 (golden ratio).
+_SIGNS = [2.0 * (0x9E37 >> place & 1) - 1.0 for place in range(ROTATION_SIZE)]
 
 
 def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:

@@ -43,10 +43,9 @@ def draw(
     def below(limit: int) -> Tensor:
         return torch.randint(limit, tuple(shape), generator=generator)
 
-    if dtype is torch.bool:
-        return below(2) == 1
     if not dtype.is_floating_point:
-        return (below(1 << 62) << 2 ^ below(1 << 62)).to(dtype)
+        bits = below(1 << 62) << 2 ^ below(1 << 62)
+        return bits & 1 == 1 if dtype is torch.bool else bits.to(dtype)
     if not edges:
         return torch.randn(*shape, generator=generator).to(dtype)
     if dtype.itemsize == 1:
@@ -59,11 +58,8 @@ def draw(
     last = torch.iinfo(kind).max
     listed = torch.tensor([0, 1, infinity - 1, infinity, infinity + 1, last], dtype=kind)
     chosen = listed[below(len(listed))] | (bits & torch.iinfo(kind).min)
-    bits = torch.where(below(8) == 0, chosen, bits)
-    if finite:
-        is_finite = (bits & last) < infinity
-        bits = torch.where(is_finite, bits, bits & ~(infinity & -infinity))
-    return bits.view(dtype)
+    values = torch.where(below(8) == 0, chosen, bits).view(dtype)
+    return torch.where(values.isfinite() | (not finite), values, 1)
 
 
 def first_difference(name: str, actual: Tensor, expected: Tensor) -> str:

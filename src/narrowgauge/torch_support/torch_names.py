@@ -73,12 +73,8 @@ class HostCopy:
 
     def __init__(self, value: Tensor) -> None:
         self._done: torch.Event | None = None
-        if value.device.type == "cpu":
-            self._value = value.clone()
-        else:
-            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(
-                value, non_blocking=True
-            )
+        self._value = value.to("cpu", non_blocking=True, copy=True)  # into pinned memory
+        if value.device.type != "cpu":
             self._done = torch.Event(value.device)
             self._done.record(torch.accelerator.current_stream(value.device))
 

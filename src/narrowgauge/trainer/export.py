@@ -33,6 +33,7 @@ def export(folder: Path, out: Path) -> Path:
         # Imported late: PyTorch takes seconds to load, and a wrong folder is reported before.
         import torch
 
+        from narrowgauge.torch_support.anatomy import weights_of
         from narrowgauge.trainer.train import load
 
         run = load(checkpoint)
@@ -48,7 +49,9 @@ def export(folder: Path, out: Path) -> Path:
                 table.bos_token_id = table.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(temporary)
         # Loading casts all weights to the declared dtype: take one that changes no value.
-        dtypes = {weight.dtype for weight in model.parameters()}
+        dtypes = set()
+        for module in model.modules():
+            dtypes.update(weight.dtype for weight in weights_of(module).values())
         model.config.dtype = functools.reduce(torch.promote_types, dtypes)
         model.config.save_pretrained(temporary)
     return out
