@@ -179,10 +179,9 @@ ORDERS = (
 def places(model: nn.Module, names: dict[nn.Module, str]) -> dict[str, object]:
     """Return the parts that each module of the fresh model belongs to."""
     found: Parts = parts(model)
-    inside = found.inside()
     places: dict[str, object] = {}
     for module, name in names.items():
-        places[name] = module in found.blocks, module in found.routers, module in inside
+        places[name] = module in found.blocks, module in found.routers, module in found.inside
     for experts in found.experts:
         places[f"experts of {names.get(experts.owner)}"] = experts.number, experts.stacks
     return places

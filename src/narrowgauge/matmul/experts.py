@@ -248,9 +248,10 @@ def swap_projection(owner: nn.Module, name: str, compute: Compute, seed: int) ->
 def projections(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that own the projections of experts, by the projections' names."""
     owners = {}
-    stacks = parts(model).stacks()
-    for name, module in model.named_modules():
-        for projection in stacks.get(module, ()):
-            if module._parameters[projection] is not None:  # not stored as codes
-                owners[f"{name}.{projection}".removeprefix(".")] = module
+    names = {module: name for name, module in model.named_modules()}
+    for experts in parts(model).experts:
+        for projection in experts.stacks:
+            if experts.owner._parameters[projection] is not None:  # not stored as codes
+                name = f"{names[experts.owner]}.{projection}"
+                owners[name.removeprefix(".")] = experts.owner
     return owners

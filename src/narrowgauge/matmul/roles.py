@@ -50,7 +50,7 @@ def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -
             roles |= dict.fromkeys(block.modules(), "last block")
     roles |= dict.fromkeys(model_parts.adapters, "adapter")
     roles |= dict.fromkeys(model_parts.routers, "router")
-    inside = model_parts.inside()
+    inside = model_parts.inside
     layers = multiplied(model)
     if warns and not inside and layers:
         warnings.warn(

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -34,30 +34,19 @@ class Experts(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a model. ``blocks`` is empty if no run holds blocks."""
+    """The parts of a model.
+
+    Attributes:
+        blocks: empty if no run holds blocks.
+        inside: all modules inside runs of blocks.
+    """
 
     blocks: list[nn.Module]
     runs: list[list[nn.Module]]
     routers: list[nn.Module]
     experts: list[Experts]
     adapters: set[nn.Module]
-    words: int
-
-    def inside(self) -> set[nn.Module]:
-        """Return all modules inside runs of blocks."""
-        blocks: list[nn.Module] = []
-        for run in self.runs:
-            if _is_of_blocks(run, self.words):
-                blocks.extend(run)
-        return _with_children(blocks)
-
-    def stacks(self) -> dict[nn.Module, list[str]]:
-        """Return the names of stacked weights of experts by the module that owns them."""
-        by_owner: dict[nn.Module, list[str]] = {}
-        for experts in self.experts:
-            if experts.stacks:
-                by_owner.setdefault(experts.owner, []).extend(experts.stacks)
-        return by_owner
+    inside: set[nn.Module]
 
 
 def parts(model: nn.Module) -> Parts:
@@ -71,17 +60,19 @@ def parts(model: nn.Module) -> Parts:
     """
     adapters = _adapters(model)
     runs = _runs(model, adapters)
-    places: list[nn.Module] = []
-    for run in runs:
-        places.extend(run)
+    holders = _holders_of_tokens(model)
+    words = max([len(table.weight) for table in holders], default=0)
+    block_runs = [run for run in runs if _is_of_blocks(run, words)]
+    places = list(chain.from_iterable(runs))
     experts: list[Experts] = []
     routers: dict[nn.Module, None] = {}
     for place in places or [model]:
         for mixture, scorers in _mixtures(place):
             experts.append(mixture)
             routers |= dict.fromkeys(scorers)
-    words = max([len(table.weight) for table in _holders_of_tokens(model)], default=0)
-    return Parts(_blocks(model, runs, words), runs, list(routers), experts, adapters, words)
+    blocks = _blocks(model, block_runs, holders)
+    inside = _with_children(chain.from_iterable(block_runs))
+    return Parts(blocks, runs, list(routers), experts, adapters, inside)
 
 
 # ── sets of modules ───────────────────────────────────────────────────────────────────────────────
@@ -164,16 +155,15 @@ def _runs(module: nn.Module, skipped: set[nn.Module]) -> list[list[nn.Module]]:
     return runs
 
 
-def _blocks(model: nn.Module, runs: list[list[nn.Module]], words: int) -> list[nn.Module]:
+def _blocks(
+    model: nn.Module, runs: list[list[nn.Module]], holders: set[nn.Embedding]
+) -> list[nn.Module]:
     """Return the run of blocks nearest to the tokens' embedding; empty without such a run."""
     parents = _parents(model)
-    holders = _holders_of_tokens(model)
     blocks: list[nn.Module] = []
     best = (-len(parents), 0)
     owner: nn.Module | None = None
     for run in runs:
-        if not _is_of_blocks(run, words):
-            continue
         steps = 0
         scope = parents[run[0]]
         while holders and scope in parents and holders.isdisjoint(scope.modules()):

@@ -49,7 +49,7 @@ def export(folder: Path, out: Path) -> Path:
                 table.bos_token_id = table.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(temporary)
         # Loading casts all weights to the declared dtype: take one that changes no value.
-        dtypes = set()
+        dtypes = set[torch.dtype]()
         for module in model.modules():
             dtypes.update(weight.dtype for weight in weights_of(module).values())
         model.config.dtype = functools.reduce(torch.promote_types, dtypes)
