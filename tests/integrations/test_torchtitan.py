@@ -1,5 +1,5 @@
 """torchtitan's own Trainer, with its clipping, schedule and checkpoints: the bits of a plain loop on
-one rank, and on four ranks of gloo (FSDP2 over two, tensor parallel over two) those of a resume.
+one rank, and on four ranks of gloo those of a resume.
 """
 
 from __future__ import annotations
@@ -123,10 +123,7 @@ def of_four(rank: int, folder: Path, stop: int) -> tuple[list[float], dict[str, 
 
     FSDPModule.set_gradient_divide_factor = with_sums
     config = narrow(folder, "float8-row")
-    config.parallelism.data_parallel_shard_degree = 2
-    config.parallelism.tensor_parallel_degree = 2
-    # The other ways to place parameters need PyTorch 2.14.
-    config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.data_parallel_shard_degree = 4
     config.checkpoint.enable = True
     config.checkpoint.interval = 2
     losses, tensors, optimizer = train(config, stop)

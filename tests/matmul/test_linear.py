@@ -11,7 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from matmul.scenarios import (
     EIGHT,
@@ -247,6 +250,18 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
+
+
+def test_a_part_of_a_weight_is_multiplied_by_a_wide_layer_alone(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    swap_linears(model, lambda name: "bfloat16" if name == "0" else "mxfp8")
+    mesh = init_device_mesh("cpu", (1,))
+    x = torch.randn(3, 32).bfloat16()
+    expected = F.linear(x, model[0].weight, model[0].bias)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": ColwiseParallel()})
+    assert torch.equal(model[0](x), expected)
+    with pytest.raises(RecipeError, match=r"layer '1' in mxfp8 because.*keep="):
+        model(x)
 
 
 def test_a_layer_from_the_meta_device_has_the_keys_of_its_name() -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
 def test_passes_of_other_content_round_independently(compute: str, differs: str) -> None:
     """The noise of a sum over eight of them has the variance of independent ones. A loss on the last
-    tokens alone, as a classifier's, leaves all other gradients 0.
+    tokens alone, as a classifier's, leaves all other gradients 0; then the inputs differ too.
     """
     layer, _ = make_layer(compute, 64, 48, bias=False)
     start = layer.weight.detach().clone()
@@ -32,7 +32,7 @@ def test_passes_of_other_content_round_independently(compute: str, differs: str)
             seeds = dict.fromkeys(("weight", "input", "gradient", "last tokens"), 100)
             seeds[differs] = number
             layer.weight.data = start * (1 + 0.02 * gaussian(48, 64, seed=seeds["weight"]))
-            x = gaussian(2, 65, 64, seed=seeds["input"]) + 0.5
+            x = gaussian(2, 65, 64, seed=seeds["input"] + seeds["last tokens"]) + 0.5
             grad = gaussian(2, 65, 48, seed=seeds["gradient"] + seeds["last tokens"])
             if differs == "last tokens":
                 grad[:, :-2] = 0

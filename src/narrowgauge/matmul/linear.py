@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -130,14 +131,19 @@ class Linear(NarrowLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``."""
-        weight: Tensor = self.weight
+        weight: Any = self.weight
         if self.is_transposed:
             weight = weight.t()
-        if is_sharded(weight):
-            from narrowgauge.matmul.tensor_parallel import multiply_parts
-
-            return multiply_parts(self, input, weight, self.bias)
-        return self.product(input, weight, self.bias)
+        if not is_sharded(weight):
+            return self.product(input, weight, self.bias)
+        if self.is_plain:
+            return F.linear(input, weight, self.bias)
+        raise RecipeError(
+            f"Cannot multiply layer '{self.names[0]}' in {self.compute.name} because a rank has a part "
+            f"of its weight alone ({weight.placements}).",
+            "Keep layers that parallelize_module splits wide with keep=…. Under FSDP2, call the module "
+            "that fully_shard was given.",
+        )
 
 
 def is_linear(module: nn.Module) -> bool:
