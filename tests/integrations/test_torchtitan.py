@@ -21,7 +21,6 @@ from integrations.titan_on_cpu import STEPS, batch_of, on_cpu, train
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan import NarrowgaugeConverter, narrowgauge_adamw
-from narrowgauge.measuring.step_row import bytes_per_param
 from ranks import run_ranks
 
 pytestmark = pytest.mark.frameworks
@@ -92,7 +91,7 @@ def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     assert theirs == losses
     for name, value in weights.items():
         assert torch.equal(tensors[name], value), name
-    assert isinstance(optimizer, ng.AdamW) and bytes_per_param(optimizer) < 8.1
+    assert isinstance(optimizer, ng.AdamW) and optimizer.bytes_per_param() < 8.1
 
 
 def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path: Path) -> No
 def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path: Path) -> None:
     config = runpy.run_path(str(EXAMPLE))["debugmodel_word"]()
     losses, _, optimizer = train(on_cpu(tmp_path, config), 2)
-    assert len(losses) == 2 and bytes_per_param(optimizer) < 8.1
+    assert len(losses) == 2 and optimizer.bytes_per_param() < 8.1
     assert optimizer.max_grad_norm == 1.0
 
 
@@ -127,7 +126,7 @@ def of_four(rank: int, folder: Path, stop: int) -> tuple[list[float], dict[str, 
     config.checkpoint.enable = True
     config.checkpoint.interval = 2
     losses, tensors, optimizer = train(config, stop)
-    assert bytes_per_param(optimizer) < 8.1
+    assert optimizer.bytes_per_param() < 8.1
     return losses, tensors
 
 

@@ -103,7 +103,7 @@ def test_what_no_record_says_explains_nothing() -> None:
 
 BAD: dict[str, Any] = {
     "loss": math.nan, "val_loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "limit": math.nan, "arrived": 0.0,
-    "largest": math.inf, "edq": 0.2, "utilization": 0.2, "skipped": True, "stored": {"a": 0.2}, "apart": ["a"],
+    "largest": math.inf, "edq": 0.2, "utilization": 0.2, "skipped": True, "kept": True, "stored": {"a": 0.2}, "apart": ["a"],
     "unsummed": ["a"], "loss_scale": (2.0, 1024.0), "tokens_per_second": (1000.0, 10.0),
 }  # fmt: skip
 """By column: a bad value, or the values before and from step 30."""
@@ -150,7 +150,7 @@ def test_an_area_says_how_many_rows_showed_it() -> None:
     """A watch may end, and an audit is one step of ten."""
     rows = [{"step": step, "loss": 2.0, "skipped": False} for step in range(1, 31)]
     for row in rows[:10]:
-        row |= {"arrived": 0.5}
+        row |= {"arrived": 0.5, "kept": False}
     for row in rows[9::10]:
         row |= {"edq": 1.0, "edq_error": 0.01}
     words = str(diagnosed(rows))

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
     "not-restored": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "loss scale", 400),
     "zero-gradients": (stepped(lambda s: {"arrived": 0.0}, 40), "", 1),
+    "gradients-kept": (stepped(lambda s: {"kept": True}, 40), "", 1),
     "stored-share of audits": (stepped(lambda s: {"stalled": {"b": 0.3, "a": 0.5} if s == 400 else {}}), "b and 1 other", 400),
     "clip-norm": (stepped(after(400, arrived=1.02, limit=1.0)), "", 400),
     "clip-norm of a power of two": (stepped(after(400, arrived=2.0**-12, limit=1.0)), "", 400),
@@ -96,19 +97,24 @@ NUMBER = 200
 
 @pytest.mark.parametrize("percent", [0, 2, 50, 88, 98, 100])
 @pytest.mark.parametrize(
-    ("tensor", "rare"), [("", {"arrived": 0.0}), ("expert", {"zero": ["expert"]})]
+    ("kind", "tensor", "rare"),
+    [
+        ("zero-gradients", "", {"arrived": 0.0}),
+        ("zero-gradients", "expert", {"zero": ["expert"]}),
+        ("gradients-kept", "", {"kept": True}),
+    ],
 )
 def test_a_count_over_the_run_speaks_from_nine_in_ten_on(
-    percent: int, tensor: str, rare: Row
+    percent: int, kind: str, tensor: str, rare: Row
 ) -> None:
     """Games, policies and rare experts mean the others."""
     laws = Laws()
     readings: list[Reading] = []
     for step in range(NUMBER):
         is_so = (step + 1) * percent // 100 > step * percent // 100
-        fields = {"arrived": 1.0} | (rare if is_so else {})
+        fields = {"arrived": 1.0, "kept": False} | (rare if is_so else {})
         readings = laws.read(Step(step + 1, **fields))
-    assert [(r.what, r.tensor) for r in readings] == [("zero-gradients", tensor)] * (percent > 90)
+    assert [(r.what, r.tensor) for r in readings] == [(kind, tensor)] * (percent > 90)
     for reading in readings:
         assert reading.value == pytest.approx(percent / 100) and f"{percent}.0%" in reading.text
 

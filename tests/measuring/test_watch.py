@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from corpus.loop import count
 from measuring.watched import Watched
 from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
@@ -158,8 +159,23 @@ def test_a_step_that_was_not_seen_is_skipped_only_if_weights_stand_still(
     assert is_forgotten != ("optimizer.step() was not seen" in str(diagnosis))
 
 
+def test_a_gradient_inside_the_loss_keeps_none() -> None:
+    """torch.autograd.grad comes before zero_grad(), and the backward pass from nothing after it."""
+    loop = Watched()
+    names = [*loop.model.parameters()]
+    for _ in range(5):
+        loss = loop.loss(loop.batches(0)[0], count(loop.batches(0)[0]))
+        inner = torch.autograd.grad(loss, names, create_graph=True)
+        loop.optimizer.zero_grad()
+        (loss + sum(g.square().sum() for g in inner)).backward()
+        loop.optimizer.step()
+        loop.watcher.step()
+        assert not loop.watcher.meter.last.get("kept")
+
+
 MEASURES = {
-    "_take_gradients": "arrived", "_take_sizes": "largest", "_take_stored": "stored", "_take_samples": "largest",
+    "_take_gradients": "arrived", "_take_sizes": "largest", "_take_stored": "stored", "_see_probe": "kept",
+    "_take_samples": "largest",
 }  # fmt: skip
 """Measures of a step, and a column of each."""
 
@@ -175,11 +191,11 @@ def test_a_measure_that_fails_ends_alone_and_is_named(
     loop.watcher.close()
     last = loop.watcher.meter.last
     assert not last.get(MEASURES[place])
-    others = {"arrived", "largest", "stored"} - {MEASURES[place]}
+    others = {"arrived", "largest", "stored", "kept"} - {MEASURES[place]}
     if place == "_take_gradients":  # samples are of what has a gradient
-        others = set()
+        others = {"kept"}
     elif place == "_take_samples":
-        others = {"arrived"}
+        others = {"arrived", "kept"}
     assert all(last.get(name) is not None for name in others), last
     events = [x for x in ng.read_run(tmp_path / "run").events if x["what"] == "unseen"]
     assert any("no ink" in event["text"] for event in events)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.measuring.step_row import bytes_per_param
 from narrowgauge.optim.rules.matrix import extras_of
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import (
@@ -156,7 +155,7 @@ def test_the_bytes_counted_are_those_of_the_tables(rule: str, storage: str) -> N
     kernel_rule, row = kernel_of(rule, storage)
     extras = extras_of(kernel_rule, (16, 32), optimizer.param_groups[0])
     count = 16 * len(row.scaled) + sum(map(math.prod, extras.values()))
-    assert bytes_per_param(optimizer) == row.bytes_per_param + 4 * count / (16 * 32)
+    assert optimizer.bytes_per_param() == row.bytes_per_param + 4 * count / (16 * 32)
 
 
 @pytest.mark.parametrize("rule", ["muon", "galore"])

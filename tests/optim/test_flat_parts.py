@@ -10,7 +10,6 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.measuring.step_row import bytes_per_param
 from narrowgauge.optim import GaLore
 from narrowgauge.optim.parameter_formats import LONGEST_VECTOR
 
@@ -33,7 +32,7 @@ def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
         weight.grad = torch.full_like(weight, 1e-3)
         optimizer = ng.AdamW([("weight", weight)], storage="word", low_bits="random")
         optimizer.step()
-        assert bytes_per_param(optimizer) < 8.1
+        assert optimizer.bytes_per_param() < 8.1
         stored[len(shape)] = optimizer.stored(weight).flatten()
     assert torch.equal(stored[1], stored[2])
     assert len(stored[1].unique()) > 100

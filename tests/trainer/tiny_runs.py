@@ -29,6 +29,7 @@ JITTERING = {
 """Of a model that draws random numbers in its forward pass."""
 TIMINGS = {
     "tokens_per_second", "seconds", "wall_seconds", "step_seconds", "loader_seconds", "communication_seconds", "wait_seconds",
+    "kept",
 }  # fmt: skip
 """Columns of the clock, and of what one process remembers."""
 ENVIRONMENT = {

@@ -12,7 +12,7 @@ from narrowgauge.measuring.step import COLUMNS, Law, Step, Tell, reads
 NUMBERS = ("loss", "grad_norm", "limit", "arrived", "lr", "largest", "val_loss")
 """Numbers that must be finite, in the order of a step."""
 MOSTLY = 0.9
-"""Share of the steps from which a gradient that is missing is a fault."""
+"""Share of the steps from which a gradient that is missing, or is not new, is a fault."""
 
 
 @reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
@@ -77,6 +77,25 @@ def zero_gradients(tell: Tell) -> Law:
         elif often and total >= 20:
             first = often[0]
             tell("zero-gradients", often, counts[first] / total, 0.0, step=since[first])
+
+
+@reads("kept", least=3)
+def gradients_kept(tell: Tell) -> Law:
+    """Count the steps that begin with the gradient of the step before.
+
+    Games of two networks have some by design.
+    """
+    count = total = 0
+    first = 0
+    while True:
+        step = yield
+        if step.kept is not None:
+            total += 1
+            count += step.kept > 0
+            if step.kept and not first:
+                first = step.step
+        if count >= MOSTLY * total and (total >= 20 or 3 <= count == total):
+            tell("gradients-kept", "", count / total, 0.0, step=first)
 
 
 @reads("arrived limit", "grad_norm skipped")

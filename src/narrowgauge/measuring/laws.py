@@ -21,8 +21,8 @@ TWICE = 2.0
 """Report a fault again when it is so many times as far beyond its bound."""
 RULES: tuple[Rule, ...] = (
     gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
-    gradient_laws.zero_gradients, gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.spikes,
-    loss_laws.throughput, loss_laws.idle_device,
+    gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm, gradient_laws.ranks,
+    gradient_laws.jump, loss_laws.spikes, loss_laws.throughput, loss_laws.idle_device,
 )  # fmt: skip
 """Every law of a run."""
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from narrowgauge.measuring.twin import low_bits_kept
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 
 STEPS = "steps of the optimizer"
 STORED = "stored share of the step"
@@ -66,13 +67,9 @@ class Meter(Listener):
         self._ended: set[str] = set()  # measures
         self._judged: dict[Any, bool] = {}  # by optimizer, group and format
         self._repeats: Counter[bool] = Counter()
+        self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
-        probes = []
-        for p in members_of(*hub.optimizers):
-            if p.requires_grad and p.numel() and not is_sharded(p):
-                probes.append(p)
-        self._probe = min(probes, key=torch.numel, default=None)
         self.go_on_after(0)
         self._is_whole = not any(map(is_sharded, self.names))
         self._ranks: RankSums | None = None
@@ -84,6 +81,7 @@ class Meter(Listener):
                 self._ranks = ranks
             elif self._is_whole:
                 self.unseen["weights of ranks"] = "ranks hold other tensors"
+        self._follow_probe()
         hub.listeners.append(self)
 
     def _name_all(self) -> None:
@@ -104,6 +102,8 @@ class Meter(Listener):
         """Take the step that comes for the first after a checkpoint was loaded."""
         self.number = step
         self._first: dict[Tensor, Tensor] = {}  # samples of weights that have masters
+        self._seen: Tensor | None = None  # the gradient of the probe in the last step
+        self._kept: Tensor | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -113,12 +113,14 @@ class Meter(Listener):
         self._stepped: set[AnyOptimizer] = set()
         self._missing: set[str] = set()
         self._row: Row = {}
-        if self._probe is not None:
-            self._weight = take(self._probe)
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
         self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Remove the hooks of the meter."""
+        self._undo.close()
 
     def _measure(self, what: str, call: Callable[..., object], *args: Any) -> None:
         """Call a measure. An error ends this measure alone; the loop and all else continue."""
@@ -132,6 +134,46 @@ class Meter(Listener):
             self._ended.add(what)
             self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
             self.hub.say(failure_of(f"{self.title} of {what}", error), what)
+
+    # ── whether gradients were cleared ────────────────────────────────────────────────────────────
+
+    def _follow_probe(self) -> None:
+        """Hook the gradient of the smallest parameter, to see whether the last one was cleared before it.
+
+        The gradient of an embedding is zero in most elements.
+        """
+        probes = []
+        for p in members_of(*self.hub.optimizers):
+            if p.requires_grad and p.is_leaf and not is_sharded(p) and p.numel():
+                probes.append(p)
+        self._probe = min(probes, key=torch.numel, default=None)
+        if self._probe is None:
+            self.unseen["gradients that were not cleared"] = "parameters are sharded"
+            return
+
+        def hook(gradient: Tensor) -> None:
+            if not torch.compiler.is_compiling():
+                self._measure("gradients that were not cleared", self._see_probe)
+
+        self._weight = take(self._probe)
+        self._undo.callback(self._probe.register_hook(OwnHook(hook)).remove)
+
+    def _see_probe(self) -> None:
+        """Compare what is there before a gradient is added with the gradient of the last step."""
+        if self._seen is None:
+            return
+        before = self._gradient_of_probe()
+        # A later pass from nothing follows a zero_grad(), as after torch.autograd.grad in a loss.
+        if before is None:
+            self._kept = torch.zeros_like(self._seen[0])
+        elif self._kept is None:
+            self._kept = (before == self._seen).all() & before.any()
+        else:
+            self._kept = (self._kept != 0) & before.any()
+
+    def _gradient_of_probe(self) -> Tensor | None:
+        gradient = None if self._probe is None else gradient_of(self._probe)
+        return None if gradient is None or gradient.is_sparse else take(gradient)
 
     # ── before a step ─────────────────────────────────────────────────────────────────────────────
 
@@ -227,6 +269,10 @@ class Meter(Listener):
             self._numbers.set("control", ["skipped"], overflow)
         if optimizer is self.hub.optimizers[-1]:
             self._row["lr"] = self._largest_rate()  # a schedule may step before the row is written
+            self._seen = self._gradient_of_probe()
+            if self._kept is not None:
+                self._numbers.set("kept", [""], self._kept)
+                self._kept = None
 
     def _take_sizes(self, samples: list[Sample]) -> None:
         for sample in samples:
@@ -270,6 +316,8 @@ class Meter(Listener):
         row = {"step": self.number} | row | told | {"step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
+        if self._probe is not None:
+            self._weight = take(self._probe)
         self._listen(self.last)
 
     def _add_skipped(self, row: Row) -> None:
@@ -302,6 +350,7 @@ class Meter(Listener):
             "skipped": bool(control.get("skipped", 0.0)),
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "stored": stored,
+            "kept": read["kept"].get(""),
         }
         if self._ranks is not None:
             for what in ("apart", "unsummed"):

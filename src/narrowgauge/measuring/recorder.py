@@ -28,8 +28,9 @@ from narrowgauge.measuring.meter import STORED, Meter
 from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
-from narrowgauge.measuring.step_row import bytes_per_param, columns_of, summary_of
+from narrowgauge.measuring.step_row import columns_of, summary_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.state import bytes_per_param
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run

@@ -27,6 +27,7 @@ class Step:
         limit: norm to which the loop clips, as it was declared.
         arrived: norm of the gradients that reach the update.
         zero: tensors whose gradient is exactly zero or missing.
+        kept: backward began with the gradient of the step before.
         bad: tensors whose gradient is not finite, in the order of backward; ``bad_values`` counts the
             values of the first.
         bad_weight: a weight of the model that was not finite before the step.
@@ -53,6 +54,7 @@ class Step:
     limit: float | None = None
     arrived: float | None = None
     zero: list[str] | None = None
+    kept: float | None = None
     bad: list[str] | None = None
     bad_values: float | None = None
     bad_weight: str = ""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.measuring.update_laws import late
-from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
@@ -69,20 +68,6 @@ def edq_error(sums: Tensor, is_random: bool) -> float:
 def _rounds_at_random(optimizer: Optimizer) -> bool:
     storages = map(optimizer.storage_of, members_of(optimizer))
     return any(storage.weight.rounding == "stochastic" for storage in storages)
-
-
-def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of weights, gradients (in ``grad_dtype``) and states per parameter."""
-    size = 0
-    count = 0
-    for p in members_of(optimizer):
-        numel = local_of(p).numel()
-        count += numel
-        size += numel * (p.grad_dtype or p.dtype).itemsize
-        for x in (p, *optimizer.state.get(p, {}).values()):
-            if isinstance(x, Tensor) and x.ndim:  # no count of steps
-                size += local_of(x).nbytes
-    return size / max(1, count)
 
 
 def summary_of(run: Run) -> Row:

@@ -38,7 +38,7 @@ from narrowgauge.optim.parameter_formats import (
 )
 from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.optim.state import LocalState, State
+from narrowgauge.optim.state import LocalState, State, bytes_per_param
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_choice, require_number
@@ -358,6 +358,12 @@ class Optimizer(torch.optim.Optimizer):
             )
         values = stored(state, name)
         return values if name in state.extras else placed_like(parameter, values)
+
+    def bytes_per_param(self) -> float:
+        """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and the states that
+        there are.
+        """
+        return bytes_per_param(self)
 
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken. Wait for the last step."""

@@ -23,6 +23,7 @@ from narrowgauge.optim.planes import BLOCK, as_rows, bounds_shape, row_dims
 from narrowgauge.optim.rules.matrix import Shapes
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import WINDOW
+from narrowgauge.torch_support.torch_hooks import members_of
 
 
 class State(dict[str, Any]):
@@ -33,6 +34,20 @@ class State(dict[str, Any]):
             f"A state of {', '.join(self)} has no '{name}'. optimizer.stored(p, '{name}') decodes "
             "a packed state, and optimizer.adopt(weights, states) writes it."
         )
+
+
+def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
+    """Return the bytes of weights, gradients (in ``grad_dtype``) and states per parameter."""
+    size = 0
+    count = 0
+    for p in members_of(optimizer):
+        numel = local_of(p).numel()
+        count += numel
+        size += numel * (p.grad_dtype or p.dtype).itemsize
+        for x in (p, *optimizer.state.get(p, {}).values()):
+            if isinstance(x, Tensor) and x.ndim:  # no count of steps
+                size += local_of(x).nbytes
+    return size / max(1, count)
 
 
 def specs_of(
