@@ -18,8 +18,9 @@ def exhaustive(
 
     Rows share the fixtures of the test, so this suits tests that leave nothing behind.
     """
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    table = [tuple(row) if len(names) > 1 else (row,) for row in rows]
+    is_alone = isinstance(names, str)
+    names = [names] if is_alone else names
+    table = [(row,) if is_alone else row for row in rows]
 
     def looped(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -30,8 +31,8 @@ def exhaustive(
                 try:
                     test(**fixtures, **dict(zip(names, row, strict=True)))
                 except (Exception, pytest.fail.Exception) as error:
-                    failures.append(f"\n{row}: {type(error).__name__}: {error}"[:1000])
-            assert not failures, f"{len(failures)} of {len(table)} rows: {''.join(failures[:10])}"
+                    failures.append(f"\n{row}: {error!r:.1000}")
+            assert not failures, "".join(failures[:10])
 
         signature = inspect.signature(test)
         parameters = [value for name, value in signature.parameters.items() if name not in names]

@@ -69,6 +69,7 @@ COMMANDS = {
     f"{TRAIN} --batch-size 100000000000000": ("DataError", "training part has 9,501 tokens, and more than 25,600,000,"),
     "train --out odd": ("RecordError", "not to be overwritten.*in the program that wrote it"),
     f"{TRAIN} --out odd": ("RecordError", "not to be overwritten"),
+    f"{TRAIN} --out ids/tokens.npy/run": ("RecordError", "npy is not a folder that may be written"),
     "train --out done --lr 1": ("RecordError", r"lr was 0\.001 and is 1\.0"),
     "train --out done --seed 3": ("RecordError", "seed was 0 and is 3"),
     "compare --seeds 2": ("UsageError", "'--recipes'"),

@@ -39,7 +39,7 @@ def test_defaults_are_a_run_that_can_start_and_checking_writes_nothing(
 
 
 def test_the_schedule_at_known_steps() -> None:
-    """Warm-up over a tenth of 110 steps, at most 100; then from 1 down to a tenth."""
+    """Warm-up over a tenth of the steps, at most 100; then from 1 down to a tenth."""
     settings = Settings(steps=110, lr=1.0, warmup_steps=10)
     rates = {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 60: 0.55, 110: 0.1}
     assert {step: settings.learning_rate(step) for step in rates} == pytest.approx(rates, rel=1e-12)

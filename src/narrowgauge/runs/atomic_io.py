@@ -23,6 +23,14 @@ TEMPORARY = ".tmp-"
 """Prefix of every unfinished file. Files that a crash leaves under this prefix may be deleted."""
 
 
+def nearest(path: Path) -> Path:
+    """Return a path, or the last of its parents that exists."""
+    place = path.absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    return place
+
+
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, None)
 
 
@@ -33,10 +41,7 @@ def disk_error(path: Path, error: Exception) -> RecordError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     else:
         reason = os.strerror(number)
-    place = path.absolute()
-    while not os.path.exists(place):
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(nearest(path)).free
     return RecordError(
         f"Cannot use {path}: {reason} ({free:,} bytes free).",
         "Check the path, who may write there, and the free space.",

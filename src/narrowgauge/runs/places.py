@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, nearest, sync
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.foreign_logs import LOGS, log_file
 
@@ -50,7 +50,9 @@ def is_page(file: Path) -> bool:
 def require_free(
     path: str | Path, names: Iterable[str] = RUN_FILES, task: str = "create a run in"
 ) -> None:
-    """Refuse a file, and a folder that holds one of ``names``; without names, that holds anything."""
+    """Refuse a path where no folder can be made, and a folder that holds one of ``names``; without
+    names, that holds anything.
+    """
     path = Path(path)
     problem = ""
     with disk_errors(path):
@@ -59,8 +61,8 @@ def require_free(
             for name in names or held:
                 if name in held:
                     problem = f"it holds {name}, which is not to be overwritten"
-        elif path.exists():
-            problem = "it is a file"
+        elif not (nearest(path).is_dir() and os.access(nearest(path), os.W_OK)):
+            problem = f"{nearest(path)} is not a folder that may be written"
     if problem:
         advice = "Choose another folder."
         if is_run(path):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,14 +49,14 @@ class Run:
 
     path: Path
     run: Row
-    steps: Collection[Row] = field(default_factory=list)
-    evals: Collection[Row] = field(default_factory=list)
-    events: Collection[Row] = field(default_factory=list)
+    steps: Rows = field(default_factory=list)
+    evals: Rows = field(default_factory=list)
+    events: Rows = field(default_factory=list)
     summary: Row | None = None
     notes: list[str] = field(default_factory=list)
 
     @cached_property
-    def fingerprints(self) -> Collection[Row]:
+    def fingerprints(self) -> Rows:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
         return _rows(self.path / "fingerprints.jsonl", self.notes)
 
@@ -210,7 +210,7 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
             notes.append(note)
 
 
-class LargeFile(Collection[Row]):
+class LargeFile:
     """The rows of a file, read anew by each loop over them: a million would take gigabytes.
 
     The first loop counts them, and collects the names of their columns and the last row.
@@ -237,11 +237,11 @@ class LargeFile(Collection[Row]):
             deque(self, 0)
         return self.size
 
-    def __contains__(self, row: object) -> bool:
-        return any(row == other for other in self)
+
+Rows = list[Row] | LargeFile
 
 
-def _rows(file: Path, notes: list[str]) -> Collection[Row]:
+def _rows(file: Path, notes: list[str]) -> Rows:
     with disk_errors(file):
         is_large = file.is_file() and file.stat().st_size > LARGE
     return LargeFile(file, notes) if is_large else [*rows_in(file, notes)]
