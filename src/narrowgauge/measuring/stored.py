@@ -33,9 +33,12 @@ READ = 16
 """Last steps whose sizes are read."""
 ELEMENTS = 64
 """Elements of a step that is read."""
+LARGE = 1 << 12
+"""Elements from which on torchao and bitsandbytes hold the states of a tensor as codes."""
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
-SHARES = ("step", "second_moment", "eps")
+SHARES = {"step": "stored-share", "second_moment": "stored-moment", "eps": "stored-eps"}
+"""The kind of the reading of each share that is lost."""
 _SHOWN = {
     "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
     "stored of step": "step", "of second moment": "second_moment", "of eps": "eps",
@@ -61,8 +64,8 @@ class Copy:
     error: str = ""
 
 
-Copies = dict[tuple[int, torch.dtype, bool], Copy]
-"""By group, format, and whether a matrix steps as a whole."""
+Copies = dict[tuple[Any, ...], Copy]
+"""By group, format, whether a tensor is large, and whether a matrix steps as a whole."""
 
 
 def predict(
@@ -81,7 +84,7 @@ def predict(
     copies = {} if copies is None else copies
     rate = _rate(stepped)
     matrix = _size_of_matrix(stepped)
-    key = id(group), p.dtype, bool(matrix)
+    key = id(group), p.dtype, p.numel() >= LARGE, bool(matrix)
     if key not in copies:
         copies[key] = _copy(stepped, rate, bool(matrix))
     seen = copies[key]
@@ -136,7 +139,7 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     step from dividing zero by zero.
     """
     row: Row = {}
-    start = torch.full((ELEMENTS,), 0.5, dtype=p.dtype, device=p.device)
+    start = torch.full((min(p.numel(), LARGE),), 0.5, dtype=p.dtype, device=p.device)
     zeros = torch.zeros_like(start)
     if group.get("eps") and not is_finite(Twin(optimizer, group, start.clone()).step(zeros)):
         row["eps"] = 0.0
@@ -151,15 +154,21 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     return row
 
 
-def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> None:
-    """Step elements of a tensor by gradients of random sign, and once more by small ones."""
+def _add_sizes(
+    seen: Copy, stepped: Stepped, options: Mapping[str, float], part: float = 1.0
+) -> None:
+    """Step elements of a tensor by gradients of random sign, and once more by small ones.
+
+    Args:
+        part: of the elements; 0 where they lose the step in float32 too.
+    """
     _, p, group, optimizer = stepped
     places = torch.linspace(0, local_of(p).numel() - 1, ELEMENTS).long().to(p.device)
     start = torch.take(local_of(p.detach()), places)
     norms = []
     for scale in (2.0**-6, 1.0):
         generator = torch.Generator().manual_seed(SEED)
-        twin = Twin(optimizer, group, wide_of(start), options=options)
+        twin = Twin(optimizer, group, part * wide_of(start), options=options)
         changes = []
         for _ in range(WARM):
             noise = scale * torch.randn(ELEMENTS, generator=generator)
@@ -167,6 +176,9 @@ def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> No
         seen.sizes = torch.cat(changes[-READ:]).cpu().float()
         norms.append(float(seen.sizes.norm()))
     if not norms[1] and options.get("lr", 1.0):
+        if part:
+            _add_sizes(seen, stepped, options, 0.0)
+            return
         raise ArithmeticError(f"a copy of {type(optimizer).__name__} does not step")
     if norms[0] < norms[1] / 8:
         seen.over_gradient = norms[1] / math.sqrt(READ * ELEMENTS)
@@ -207,12 +219,12 @@ def _stored_share(p: Tensor, change: Tensor) -> float:
 
 
 def add_stored(set_up: SetUp, gradients: Mapping[str, Tensor], result: Readings) -> None:
-    """Add one reading of all tensors whose storage loses a part of their update, and the table of what
-    trains, the least shares first.
+    """Add a reading of each share that storage loses, and the table of what trains, the least shares
+    first. A tensor whose step is lost is named once: its shares have one cure.
     """
     groups: dict[tuple[Any, ...], tuple[Row, list[str]]] = {}
     copies: Copies = {}
-    lost: dict[str, float] = {}
+    lost: dict[str, dict[str, float]] = {kind: {} for kind in SHARES.values()}
     for stepped in set_up.trained:
         name = stepped.name
         gradient = gradients.get(name, gradient_of(stepped.parameter))
@@ -220,12 +232,14 @@ def add_stored(set_up: SetUp, gradients: Mapping[str, Tensor], result: Readings)
         groups.setdefault((*row.values(),), (row, []))[1].append(name)
         if reason:
             result.unseen[f"updates by {row['optimizer']}"] = reason
-        for what in SHARES:
-            if row[what] is not None and row[what] < MIN_EDQ:
-                lost.setdefault(name, row[what])  # of the step, if that is lost
+        for share, kind in SHARES.items():
+            if row[share] is not None and row[share] < MIN_EDQ:
+                lost[kind][name] = row[share]
+                break
     rows = [{"trains": of_all(names), **row} for row, names in groups.values()]
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
     result.lines = [*Table(rows, _SHOWN).plain().splitlines(), *result.lines]
-    if lost:
-        ordered = sorted(lost, key=lost.__getitem__)
-        result.add("stored-share", ordered, lost[ordered[0]], 1.0)
+    for kind, values in lost.items():
+        if values:
+            names = sorted(values, key=values.__getitem__)
+            result.add(kind, names, values[names[0]], 1.0)
