@@ -15,7 +15,12 @@ KERNELS = (("sm90_xmma_gemm_bf16", 0, 50e4), ("ncclDevKernel_AllReduce", 60e4, 2
 
 
 def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path: Path) -> None:
-    events = [{"name": "ProfilerStep#1", "ts": 0}, {"name": "ProfilerStep#2", "ts": 45e4}]
+    events = [
+        {"name": "ProfilerStep#1", "ts": 0},
+        {"name": "ProfilerStep#2", "ts": 45e4},
+        {"name": "ProfilerStep#2", "ts": 46e4},
+        {"name": "process_name"},
+    ]
     for name, start, duration in KERNELS:
         row = {"name": name, "cat": "kernel", "ts": start, "dur": duration, "args": {"device": 0}}
         events.append(row)

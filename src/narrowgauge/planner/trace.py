@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.planner.words import duration_text
@@ -34,45 +33,39 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     Raises:
         RecordError: a file cannot be read, or is none of these.
     """
-    rows = []
-    planned: dict[str, float] = {}
+    seconds: Counter[str] = Counter()
+    planned = {}
     try:
-        seconds = _seconds(_load(path)["traceEvents"])
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            events = json.load(file)["traceEvents"]
         if plan is not None:
-            planned = _load(plan)["options"][0]["step_seconds"]
+            planned = json.loads(plan.read_bytes())["options"][0]["step_seconds"]
+        kernels = [
+            row for row in events if row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        ]
+        kernels.sort(key=lambda row: row["ts"])
+        names = {str(row.get("name")) for row in events if row.get("ts", 0) <= kernels[-1]["ts"]}
+        steps = sum(name.startswith("ProfilerStep#") for name in names)
+        end: float = kernels[0]["ts"]
+        for row in kernels:
+            seconds["gaps"] += max(0.0, row["ts"] - end)
+            seconds[_group_of(row["name"])] += row["dur"]
+            end = max(end, row["ts"] + row["dur"])
     except (AttributeError, LookupError, TypeError, ValueError, OSError, EOFError) as error:
         raise RecordError(
             f"Cannot divide {path}: it has no kernels of a GPU, or {plan} has no 'step_seconds'.",
             "Name a file of profiler.export_chrome_trace, a run folder or a log, and the output of "
             "narrowgauge plan run … --json. For a CPU, print profiler.key_averages().table().",
         ) from error
-    for group, spent in seconds.items():
-        rows.append({"group": group, "seconds": spent, "plan": planned.get(group)})
-    return table_of(rows, f"{path.name}: a step of {duration_text(seconds.total())}")
-
-
-def _load(path: Path) -> Any:
-    content = path.read_bytes()
-    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-
-
-def _seconds(events: Any) -> Counter[str]:
-    """Return the seconds of a step by group, the mean over devices."""
-    kernels = [row for row in events if row.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    kernels.sort(key=lambda row: row["ts"])
-    marks = [row["ts"] for row in events if str(row.get("name")).startswith("ProfilerStep#")]
-    last = kernels[-1]["ts"]
-    seconds: Counter[str] = Counter()
-    ends: dict[int, float] = {}
-    for row in kernels:
-        device = row["args"]["device"]
-        begun = row["ts"]
-        known = [
-            group for group in _GROUPS if re.search(_GROUPS[group], row["name"], re.IGNORECASE)
-        ]
-        seconds["gaps"] += max(0.0, begun - ends.get(device, begun))
-        seconds[[*known, f"unrecognized: {row['name'][:80]}"][0]] += row["dur"]
-        ends[device] = max(ends.get(device, 0.0), begun + row["dur"])
+    rows = []
+    unit = 1e-6 / max(1, steps)
     for group in seconds:
-        seconds[group] *= 1e-6 / max(1, sum(mark <= last for mark in marks)) / len(ends)
-    return seconds
+        rows.append({"group": group, "seconds": unit * seconds[group], "plan": planned.get(group)})
+    return table_of(rows, f"{path.name}: a step of {duration_text(unit * seconds.total())}")
+
+
+def _group_of(kernel: str) -> str:
+    for group, pattern in _GROUPS.items():
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return group
+    return f"unrecognized: {kernel[:80]}"
