@@ -151,6 +151,15 @@ def test_a_second_moment_that_no_step_lowers_is_told() -> None:
     assert [(r.what, r.value) for r in check] == [("stored-moment", 0.0)]
 
 
+def test_a_second_moment_in_codes_is_not_judged_as_one_in_16_bits() -> None:
+    """torchao holds states of 4,096 elements as codes, and smaller ones in the weight's format."""
+    low_bit = pytest.importorskip("torchao.optim")
+    for rows, moment in ((8, 0.0), (64, None)):
+        model = nn.Linear(64, rows, bias=False).bfloat16()
+        (row,) = predictions(model, low_bit.AdamW8bit(model.parameters()))
+        assert row["second_moment"] == moment
+
+
 def test_what_is_not_predicted_is_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).half()

@@ -17,6 +17,7 @@ from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.measuring.units import FINEST
+from narrowgauge.runs.finding import counted
 
 OF_FLOAT32 = 2.0**10
 """Bound in roundings of float32, where products are float32: half of its digits. Of 70 healthy steps
@@ -69,14 +70,15 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
         return
     lengths = {name: float(first.shadows[name].norm()) for name in errors}
     error = math.hypot(*errors.values())
+    number_read = counted(len(errors), "tensor")
     if not error and not any(lengths.values()):
-        result.lines.append(f"gradients of {len(errors)} tensors: all are exactly zero")
+        result.lines.append(f"gradients of {number_read}: all are exactly zero")
         return
     length = math.hypot(*lengths.values()) or 1.0
     unit = wide.coarsest[0] * length
     worst = max(errors, key=errors.__getitem__)
     result.lines.append(
-        f"gradients of {len(errors)} tensors: {error / length:.2g} of their length from float64's, "
+        f"gradients of {number_read}: {error / length:.2g} of their length from float64's, "
         f"{error / unit:.3g} roundings of {wide.coarsest[1]}; most in {worst}"
     )
 

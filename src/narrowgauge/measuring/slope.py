@@ -20,6 +20,7 @@ from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings
+from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
 BOUND = KINDS["slope"].bound
@@ -175,10 +176,9 @@ def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
     if not slope.differs:
         if slope.off > BOUND:
             raise ArithmeticError("the loss has a kink at the weights or near them")
-        number = len(along.moved)
+        number = counted(len(along.moved), "tensor")
         result.lines.append(
-            f"slope: the loss changes as the gradient of {number} tensors says, "
-            f"within {slope.off:.1g}"
+            f"slope: the loss changes as the gradient of {number} says, within {slope.off:.1g}"
         )
         return
     name, slope = along.last_wrong(abs(slope.measured - slope.predicted) / PART)
