@@ -120,8 +120,9 @@ def test_another_way_to_the_same_result_is_of_rounding(way: str, dtype: torch.dt
 
 def test_a_copy_has_equal_bits_and_a_narrower_server_is_of_rounding() -> None:
     trainer = model_of()
-    result = ng.same(trainer, copy.deepcopy(trainer), {"input_ids": TOKENS})
-    assert result.ok and result.lines[-1] == "The bits are equal." and not result.unseen
+    for server in (copy.deepcopy(trainer), torch.compile(copy.deepcopy(trainer))):
+        result = ng.same(trainer, server, {"input_ids": TOKENS})
+        assert result.ok and result.lines[-1] == "The bits are equal." and not result.unseen
     server = model_of(BFLOAT16)
     mask = torch.ones_like(TOKENS)
     mask[:, 9:] = 0

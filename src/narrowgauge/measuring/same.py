@@ -31,6 +31,7 @@ from narrowgauge.measuring.units import FINEST, unit_of
 from narrowgauge.measuring.weights import Same, Tensors, compare_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 MARGIN = 4.0
 """Bounds over the roundings of one pass."""
@@ -104,8 +105,12 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
 
 
 def _called(side: Any, other: Any) -> Any:
-    """Return what is called of a side: weights alone run in a copy of the other one."""
-    if isinstance(side, nn.Module) or not isinstance(side, HAS_WEIGHTS):
+    """Return what is called of a side, without the wrapper of a compiler, whose output is another
+    place. Weights alone run in a copy of the other side.
+    """
+    if isinstance(side, nn.Module):
+        return unwrapped_model(side)
+    if not isinstance(side, HAS_WEIGHTS):
         return side
     if not isinstance(other, nn.Module):
         raise DataError(
