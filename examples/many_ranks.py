@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowgauge as ng
-from narrowgauge.distributed.sharding import fingerprint_whole
+from narrowgauge.measuring.fingerprints import fingerprints_whole
+from narrowgauge.numerics.hashing import fingerprint_all
 
 MICRO_BATCHES = 6  # of a step: the same ones on any number of ranks
 torch.set_num_threads(1)  # a matmul of two threads adds up in another order than that of one
@@ -43,7 +44,7 @@ for x, y in zip(inputs, targets, strict=True):
     optimizer.step()
     optimizer.zero_grad()
 stored = {name: optimizer.stored(weight) for name, weight in model.named_parameters()}
-fingerprint = fingerprint_whole(stored)
+fingerprint = fingerprint_all(fingerprints_whole(stored))
 if rank == 0:
     norm = optimizer.grad_norm.item()
     print(f"{ranks} ranks  gradient norm {norm:.9f}  weights {fingerprint}", flush=True)

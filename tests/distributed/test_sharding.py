@@ -23,6 +23,8 @@ import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
+from narrowgauge.measuring.fingerprints import fingerprints_whole
+from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
 from tensors import random_tokens
 
@@ -59,7 +61,7 @@ def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
 
 def print_of(model: nn.Module, optimizer: ng.AdamW) -> str:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return sharding.fingerprint_whole({name: optimizer.stored(p) for name, p in trained.items()})
+    return fingerprint_all(fingerprints_whole({n: optimizer.stored(p) for n, p in trained.items()}))
 
 
 def shard_and_learn(rank: int) -> dict[str, Any]:

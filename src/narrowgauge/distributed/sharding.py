@@ -8,15 +8,13 @@ backward. A two-dimensional mesh is *hybrid*: replicas along its first axis, sha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, whole
-from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.anatomy import parts
@@ -104,22 +102,6 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
                 values = tensor.detach().contiguous()
                 torch.distributed.broadcast(values, group=group, group_src=0)
                 tensor.detach().copy_(values)
-
-
-def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors: the 16 digits of
-    one process that holds all of it.
-    """
-    return fingerprint_all(fingerprints_whole(named))
-
-
-def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the fingerprints of whole tensors, some of which may be DTensors. All ranks pass the same
-    names in order.
-
-    Cost: one gather of each DTensor, one after the other.
-    """
-    return {name: fingerprint(whole(tensor)) for name, tensor in named.items()}
 
 
 def require_mesh(mesh: Any, sharding: str = "full") -> None:

@@ -295,7 +295,14 @@ def quantize_for_inference(
         >>> model[0].weight_codes.nbytes, model[0].weight_scales.nbytes
         (262144, 2048)
     """
-    compute = with_codes(compute)
+    compute = get_compute(compute)
+    if not stores_codes(compute):
+        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
+        raise RecipeError(
+            f"Cannot store weights as codes of compute '{compute.name}' because its weights are no "
+            "8-bit codes with a scale per row or tensor.",
+            f"Use one of {names}.",
+        )
     roles = roles_of(model, warns=True)
     has_adapters = bool(parts(model).adapters)
     for name, module in multiplied(model).items() if has_adapters else ():
@@ -356,23 +363,6 @@ def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
     layer.store(Operand(torch.stack(codes), torch.stack(scales)), matrices, compute)
     owner._parameters[name] = None
     take_over(owner, name, layer)
-
-
-def with_codes(compute: str | Compute) -> Compute:
-    """Return the compute of that name, if its weights can be stored as one-byte codes.
-
-    Raises:
-        RecipeError: an unknown compute, or its weights are not such codes.
-    """
-    compute = get_compute(compute)
-    if not stores_codes(compute):
-        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
-        raise RecipeError(
-            f"Cannot store weights as codes of compute '{compute.name}' because its weights are no "
-            "8-bit codes with a scale per row or tensor.",
-            f"Use one of {names}.",
-        )
-    return compute
 
 
 def _quantize_linear(

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
+from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.diagnose import ignored, steps_of
-from narrowgauge.measuring.fingerprints import Fingerprints
+from narrowgauge.measuring.fingerprints import Fingerprints, fingerprints_whole
 from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import STORED, Meter
@@ -29,6 +29,7 @@ from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import columns_of, summary_of
+from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state import bytes_per_param
 from narrowgauge.runs.finding import counted
@@ -397,7 +398,7 @@ class RunRecorder:
             for name, p in stored.items():
                 with suppress(KeyError):  # another optimizer's, or frozen
                     stored[name] = self.optimizer.stored(p)
-        return fingerprint_whole(stored)
+        return fingerprint_all(fingerprints_whole(stored))
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:

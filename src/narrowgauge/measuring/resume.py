@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.fingerprints import fingerprints_whole
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted

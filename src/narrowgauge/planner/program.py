@@ -17,7 +17,7 @@ from narrowgauge.planner.shapes import Architecture, Weight
 from narrowgauge.spec.toml import load_data, refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 
-FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256), "nvfp4": 4.5}
+FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}
 """Bits of a frozen weight, scales included.
 
 NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA, arXiv 2305.14314,

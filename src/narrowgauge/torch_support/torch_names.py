@@ -245,11 +245,8 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
         A function that undoes it.
     """
     info = group.mesh_info
-    before = (
-        group._reduce_scatter_comm,
-        group.gradient_divide_factor,
-        group.force_sum_reduction_for_comms,
-    )
+    names = "_reduce_scatter_comm", "gradient_divide_factor", "force_sum_reduction_for_comms"
+    before = {name: getattr(group, name) for name in names}
     replicas = getattr(info, "replicate_process_group", None)
     module.set_custom_reduce_scatter(comm)
     module.set_gradient_divide_factor(1.0)
@@ -258,11 +255,8 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
         info.replicate_process_group = alone
 
     def undo() -> None:
-        (
-            group._reduce_scatter_comm,
-            group.gradient_divide_factor,
-            group.force_sum_reduction_for_comms,
-        ) = before
+        for name, value in before.items():
+            setattr(group, name, value)
         if replicas is not None:
             info.replicate_process_group = replicas
 

@@ -216,9 +216,6 @@ class _Enter(torch.autograd.Function):
         ctx.save_for_backward(*divisors)
         ctx.sizes = sizes
         ctx.scaled = [isinstance(x, Scaled) and x.dtype for x in operands]
-        needs = zip(entered, ctx.needs_input_grad[2:], strict=True)
-        # A constant costs no matmul in the backward pass.
-        ctx.mark_non_differentiable(*[x for x, needs_grad in needs if not needs_grad])
         return _scale_of_one(operands[0]), *entered
 
     @staticmethod
