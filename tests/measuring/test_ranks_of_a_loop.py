@@ -1,4 +1,4 @@
-"""Three ranks with a loop of their own: a fault on one of them is located, and parts are no replicas."""
+"""Four ranks with a loop of their own: a fault on one of them is located, and parts are no replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.distributed.ranks import ALONE
+from narrowgauge.distributed.ranks import ALONE, all_ranks
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.two_runs import TwoRuns
 from ranks import run_ranks
@@ -76,11 +76,20 @@ def apart(folder: Path) -> list[tuple[int, str]]:
     return [(r.step, r.tensor) for r in readings if r.what == "ranks-apart"]
 
 
-def train_all(rank: int, place: Path) -> list[list[tuple[int, str]]]:
+UNLIKE = (
+    ([7, 7, 7, 7], 0), ([7, 7, 8, 7], 3), ([6, 7, 7, 7], 1), ([7, 7, 8, 9], -1), ([6, 6, 7, 8], -1), ([7, 7, 8, 8], -1),
+    ([6, 7, 8, 9], -1),
+)  # fmt: skip
+"""Values of four ranks, and the only rank that has another one, counted from 1."""
+
+
+def train_all(rank: int, place: Path) -> list[Any]:
     for name, has_fault in (("healthy", False), ("faulty", True)):
         train(rank, place / name, has_fault)
     linear = ("1.weight", "1.bias")
+    values = torch.tensor([values[rank] for values, _ in UNLIKE])
     return [
+        RankSums(all_ranks(), {})._unlike(values).tolist(),
         train_without_wrapper(rank, place / "parts", linear, ""),
         train_without_wrapper(rank, place / "unsent", (), ""),
         train_without_wrapper(rank, place / "unsummed", (*linear, "0.weight"), ""),
@@ -90,8 +99,9 @@ def train_all(rank: int, place: Path) -> list[list[tuple[int, str]]]:
 
 
 def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path) -> None:
-    answers = run_ranks(train_all, 3, tmp_path / "ranks", tmp_path)[0]
-    parts, unsent, unsummed, written, broken = answers
+    answers = run_ranks(train_all, 4, tmp_path / "ranks", tmp_path)[0]
+    unlike, parts, unsent, unsummed, written, broken = answers
+    assert unlike == [expected for _, expected in UNLIKE]
     assert parts == broken == []
     assert unsent == [(1, "1.weight and 1 other")]
     assert unsummed == [(1, "0.weight")]
@@ -101,7 +111,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
     difference, *_ = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
-    assert "Of 3 ranks these differ there: 1." in runs.lines
+    assert "Of 4 ranks these differ there: 1." in runs.lines
 
 
 @pytest.mark.usefixtures("one_rank")

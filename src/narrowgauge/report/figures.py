@@ -136,9 +136,10 @@ def _curve(line: Line, across: Axis, down: Axis) -> str:
             commands += f"{'M' if is_gap else 'L'}{x:.0f} {y:.1f}"
             dots.append(f"M{x:.0f} {y:.1f}h.1")
         is_gap = math.isnan(y)
-    name = line.label if line.is_main else f"{line.label}, seed {line.seed}"
-    curve = CURVE(line.colour, 2 if line.is_main else 0.7, line.dash, escape(name), commands)
-    return curve + MARK("".join(dots), line.colour, 5) if len(dots) < FEW else curve
+    curve = CURVE(line.colour, 2 if line.is_main else 0.7, line.dash, escape(line.label), commands)
+    if line.is_main and len(dots) < FEW:
+        curve += MARK("".join(dots), line.colour, 5)
+    return curve
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:

@@ -7,7 +7,6 @@ tables equal the terminal's. Text of a run is escaped, so the name of a tensor i
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.comparison import Comparison, interval
 from narrowgauge.measuring.diagnose import Diagnosis
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.report.figures import COLOURS, Line, figure
@@ -68,11 +67,9 @@ def render(comparison: Comparison, runs: Sequence[Run]) -> str:
         f"<h1>{title}</h1><dl>{''.join(_about(runs))}</dl>",
         f'<p class="lead">{escape(comparison.verdict)}</p>',
     ]
-    level = escape(" ".join(learned(comparison, runs)))
     curves = ['<h2>Curves</h2><div class="grid">', *figures(comparison, runs), "</div>"]
     found = ["<h2>Diagnosis</h2>", *map(_diagnosis, runs), "</main></body></html>\n"]
-    costs = [f"<p>{level}</p>", html_table(comparison.table())]
-    return "\n".join([*head, *costs, *curves, *found])
+    return "\n".join([*head, html_table(comparison.table()), *curves, *found])
 
 
 def _about(runs: Sequence[Run]) -> Iterator[str]:
@@ -93,19 +90,6 @@ def _phrases(runs: Sequence[Run], phrase: str) -> list[str]:
         with suppress(LookupError, TypeError, ValueError, AttributeError):
             words.append(re.sub("^/.*/", "", phrase.format(**run.run)))
     return words
-
-
-def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
-    """Yield a sentence on whether the models learned more than the frequencies of their tokens,
-    whose loss on its validation text the trainer records.
-    """
-    level = 0.0
-    for run in runs:
-        level = max(level, run.run.get("data", {}).get("unigram_loss", 0.0))
-    losses = [row["val_loss"] for row in comparison.rows if row["val_loss"] is not None]
-    if losses and level > 0:
-        best = min(losses)
-        yield f"Token frequencies alone have a loss of {level:.4f}; the best recipe ends at {best:.4f}."
 
 
 def html_table(table: Table) -> str:
@@ -147,8 +131,11 @@ def figures(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
         apart = differences(lines, comparison.baseline) if unit == NATS else []
         if apart:
             title = f"{title} minus {comparison.baseline}"
-            caption = "Of the same seed. Grey: ±1 % of the loss."
-            yield figure((title, caption, unit), with_means(apart), edges, band)
+            caption = (
+                "Of the same seed. Grey: ±1 % of the loss. Dotted: the 95 % interval over seeds."
+            )
+            drawn = with_means(apart, has_intervals=column == "val_loss")
+            yield figure((title, caption, unit), drawn, edges, band)
 
 
 def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
@@ -165,24 +152,25 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
         turn, place = divmod(order.index(label), len(COLOURS))
         colour = COLOURS[place]
         dash = "none" if turn == 0 else "5 3"
-        columns = columns_in(run.steps, CURVES) | columns_in(run.evals, ["val_loss"])
-        for name, points in columns.items():
-            if points:
-                steps, values = np.frombuffer(points).reshape(-1, 2).T
+        for name in CURVES:
+            rows = run.evals if name == "val_loss" else run.steps
+            steps, values = column_in(rows, name)
+            if len(steps):
                 line = Line(label, colour, seed_of(run), steps, values, dash=dash)
                 lines[name].append(line)
     return lines
 
 
-def columns_in(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, array[float]]:
-    """Return step and value of the rows that have a column, one after the other."""
-    points = {name: array("d") for name in names}
+def column_in(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the values of the rows that have a column."""
+    steps = []
+    values = []
     for row in rows:
-        for name, places in points.items():
-            value = number(row.get(name))
-            if value is not None:
-                places.extend((row["step"], value))
-    return points
+        value = number(row.get(name))
+        if value is not None:
+            steps.append(row["step"])
+            values.append(value)
+    return np.array(steps, float), np.array(values, float)
 
 
 def differences(lines: Sequence[Line], baseline: str | None) -> list[Line]:
@@ -197,16 +185,25 @@ def differences(lines: Sequence[Line], baseline: str | None) -> list[Line]:
     return apart
 
 
-def with_means(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines of several seeds, and the mean of each recipe at the common steps."""
+def with_means(lines: Sequence[Line], *, has_intervals: bool = False) -> list[Line]:
+    """Return the lines of several seeds, and the mean of each recipe at the common steps; or the ends
+    of its interval instead of the seeds.
+    """
     drawn = []
     for label in dict.fromkeys(line.label for line in lines):
         group = [line for line in lines if line.label == label]
-        if len(group) > 1 and len(lines) <= MOST_LINES:
-            drawn += group
+        if len(group) > 1 and len(lines) <= MOST_LINES and not has_intervals:
+            for line in group:
+                drawn.append(line._replace(label=f"{label}, seed {line.seed}"))
         steps = reduce(np.intersect1d, [line.steps for line in group])
         values = [line.values[np.isin(line.steps, steps)] for line in group]
-        if len(steps):
-            mean = np.mean(values, axis=0)
-            drawn.append(group[0]._replace(steps=steps, values=mean, is_main=True))
+        if not len(steps):
+            continue
+        mean = np.mean(values, axis=0)
+        line = group[0]._replace(steps=steps, values=mean)
+        drawn.append(line._replace(is_main=True))
+        if has_intervals and len(group) > 1:
+            half = np.array([interval(pairs)[1] for pairs in np.transpose(values).tolist()])
+            for end in (mean - half, mean + half):
+                drawn.append(line._replace(values=end, label=f"{label}, 95 %", dash="1 3"))
     return drawn

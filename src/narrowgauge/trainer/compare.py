@@ -18,7 +18,6 @@ from typing import Any
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.measuring.comparison import Comparison, compare_runs
 from narrowgauge.measuring.labels import recipe_name, run_name
-from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_comparison, require_free
@@ -163,6 +162,4 @@ def compare_recipes(
         say(f"{number}/{len(entries)}  {run.name}  {words}{earlier}")
     runs = read_runs([*(entry.settings.folder for entry in entries), folder])
     comparison = compare_runs(runs)
-    for words in learned(comparison, runs):
-        say(words)
     return comparison, publish(comparison, runs, folder)
