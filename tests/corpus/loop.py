@@ -168,7 +168,6 @@ class Settings:
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     loss_scale: float = 0.0
-    growth_interval: int = 20
     dropout: float = 0.0
     is_tied: bool = False
     has_adapters: bool = False
@@ -206,7 +205,7 @@ class Loop:
         # at start
 
     def new_scaler(self, scale: float) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=self.settings.growth_interval)
+        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=20)
 
     def groups(self) -> Groups:
         """Decay matrices, not vectors."""

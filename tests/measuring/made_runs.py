@@ -30,7 +30,6 @@ def make_run(
     edq: float | None = 1.0,
     step_seconds: float = 0.5,
     evals: Sequence[tuple[int, float]] = (),
-    events: Sequence[dict[str, Any]] = (),
 ) -> Run:
     """A run that took 10 steps from a loss of 8, and ended in ``loss``; ``None`` is not finished."""
     rows: list[dict[str, Any]] = []
@@ -44,7 +43,7 @@ def make_run(
     path = Path(run_name(recipe, seed))
     validations = [{"step": step, "val_loss": value} for step, value in evals]
     ended = None if loss is None else summary
-    return Run(path, {"config": settings}, rows, validations, list(events), ended)
+    return Run(path, {"config": settings}, rows, validations, [], ended)
 
 
 def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:

@@ -38,7 +38,7 @@ def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
     assert declared <= COLUMNS.keys() and declared <= Step.__dataclass_fields__.keys()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.law.__name__)
 def test_a_law_reads_what_it_declares(rule: Rule) -> None:
     read: set[str] = set()
 

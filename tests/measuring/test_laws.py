@@ -45,6 +45,7 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "not-restored": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "loss scale", 400),
     "zero-gradients": (stepped(lambda s: {"arrived": 0.0}, 40), "", 1),
     "gradients-kept": (stepped(lambda s: {"kept": True}, 40), "", 1),
+    "masters-apart": (stepped(after(400, stored={"a": 0.0}, behind=["a"])), "a", 404),
     "stored-share of audits": (stepped(lambda s: {"stalled": {"b": 0.3, "a": 0.5} if s == 400 else {}}), "b and 1 other", 400),
     "clip-norm": (stepped(after(400, arrived=1.02, limit=1.0)), "", 400),
     "clip-norm of a power of two": (stepped(after(400, arrived=2.0**-12, limit=1.0)), "", 400),

@@ -61,12 +61,12 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     with begin(tmp_path / "whole") as recorder:
         train(recorder, range(6))
         recorder.evaluate(2.5)
-    killed = begin(tmp_path / "cut")
+    killed = begin(tmp_path / "cut", fingerprints_every=3)
     train(killed, range(3))
     torch.save([killed.model.state_dict(), killed.optimizer.state_dict()], tmp_path / "checkpoint")
     train(killed, range(3, 5))
     killed._record.close()  # type: ignore[union-attr]  # the lock ends with the process
-    with begin(tmp_path / "cut", resume=True) as recorder:
+    with begin(tmp_path / "cut", resume=True, fingerprints_every=3) as recorder:
         states = torch.load(tmp_path / "checkpoint")
         recorder.model.load_state_dict(states[0])
         recorder.optimizer.load_state_dict(states[1])
@@ -83,6 +83,11 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     assert whole.summary["edq"] > 0.99 and cut.config["recipe"] == "bfloat16/word"
     kinds = [event["what"] for event in cut.events if event["what"] != "unseen"]
     assert kinds == ["start", "resume", "finish"]
+    assert ng.diagnose(cut).ok
+    with begin(tmp_path / "cut", resume=True, fingerprints_every=3) as recorder:
+        recorder.go_back(3)  # with new states
+    [reading] = ng.diagnose(tmp_path / "cut").readings
+    assert (reading.what, reading.step, reading.value) == ("not-restored", 3, 4)
 
 
 def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ def make_run(
     steps: int = 100,
     *,
     loss: Callable[[int], float] = lambda step: 2.0 + 5.0 * math.exp(-step / 30),
-    events: tuple[dict[str, Any], ...] = (),
     tables: dict[str, Any] | None = None,
     is_finished: bool = True,
     **more: Any,
@@ -47,7 +46,7 @@ def make_run(
     folder = Path(f"{recipe.replace('/', '-')}-seed{seed}")
     content = {"config": config, **(tables or {})}
     end = summary if is_finished else None
-    return Run(folder, content, rows, evals, list(events), end)
+    return Run(folder, content, rows, evals, [], end)
 
 
 def page_of(*runs: Run) -> str:
@@ -190,11 +189,10 @@ def test_it_opens_in_a_browser_at_three_widths_without_overflow(tmp_path: Path) 
     if browser is None:
         pytest.skip("no Chromium here (Debian: apt install chromium)")
     runs = []
-    events = ({"what": "stored-share", "step": 50, "tensor": EVIL, "text": EVIL},)
     for place in range(14):
         recipe = ("bfloat16", "float32", "float8-row", "int8-row")[place % 4]
         storage = ("master", "word", "naive", "exact")[place // 4]
-        more = {"events": events, "edq": 1.0, "lr": 1e-3, "grad_norm": 1.0 + place / 50}
+        more = {"stalled": {EVIL: 0.3}, "edq": 1.0, "lr": 1e-3, "grad_norm": 1.0 + place / 50}
         runs.append(make_run(f"{recipe}/{storage}", **more))
     page = escape(page_of(*runs), quote=True)
     frames = ""

@@ -13,25 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.laws import RULES, Area, Laws
-from narrowgauge.measuring.reading import Reading, Readings
+from narrowgauge.measuring.laws import RULES, Laws
+from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.measuring.step import COLUMNS, Step
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.foreign_logs import NAMES
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
 
 FLAGS = {
     "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
-    "gradient norms": "recorder.step(grad_norm=)", "evaluations": "recorder.evaluate(loss)",
+    "whether gradient norms are finite": "recorder.step(grad_norm=)", "whether evaluations are finite": "recorder.evaluate(loss)",
     "audits": "audit_every=10",
 }  # fmt: skip
 """Calls and options that some areas need."""
+STATES = ("exp_avg", "state:")
+"""What the keys of states in a row of fingerprints begin with."""
 FIRST = 2
 """Rows at the start that may lack what compares a step with the one before."""
-FINITE = {"nonfinite"}
-"""The law that sees of a number only that it is finite."""
 OUTSIDE = {
     "the gradient itself": "ng.check(model, optimizer, batch=…, loss=…)",
     "labels and masks": "",
@@ -67,8 +68,8 @@ class Diagnosis(Readings):
             number = counted(len(self), "reading")
             self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
         elif self.areas:
-            places = ", ".join(_shown(area, looked_at[area], run) for area in self.areas)
-            self.verdict = f"Nothing found: {rows} watched; looked at {places}."
+            places = [_shown(area, looked_at[area], run) for area in self.areas]
+            self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(places)}."
         else:
             self.verdict = f"Nothing was looked at: {rows} without a value that is read."
         if not self.is_finished:
@@ -156,7 +157,7 @@ def areas_of(run: Run) -> list[str]:
     return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
 
 
-def _unseen(run: Run, looked_at: Mapping[str, Area]) -> dict[str, str]:
+def _unseen(run: Run, looked_at: Mapping[str, int]) -> dict[str, str]:
     """Return what was not looked at: areas, and what the watch could not measure."""
     flags = {} if run.is_foreign else FLAGS
     unseen = {area: flags.get(area, "") for area in areas_of(run) if area not in looked_at}
@@ -166,15 +167,10 @@ def _unseen(run: Run, looked_at: Mapping[str, Area]) -> dict[str, str]:
     return unseen | OUTSIDE
 
 
-def _shown(area: str, seen: Area, run: Run) -> str:
-    """Return an area, and what of it was not read: rows without its columns, and all but finite values."""
-    rows = len(run.evals if area == "evaluations" else run.steps)
-    parts = []
-    if seen.laws == FINITE:
-        parts.append("only whether they are finite")
-    if seen.rows < rows - FIRST:
-        parts.append(f"{seen.rows:,} of {rows:,} rows")
-    return f"{area} ({', '.join(parts)})" if parts else area
+def _shown(area: str, seen: int, run: Run) -> str:
+    """Return an area, and in how many rows it was seen, if not in all."""
+    rows = len(run.evals if area == COLUMNS["val_loss"].area else run.steps)
+    return area if seen >= rows - FIRST else f"{area} ({seen:,} of {rows:,} rows)"
 
 
 def readings_of(run: Run, laws: Laws) -> list[Reading]:
@@ -189,7 +185,25 @@ def readings_of(run: Run, laws: Laws) -> list[Reading]:
             if KINDS[reading.what].over == "step":
                 readings.setdefault((reading.what, reading.stage), reading)
     readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
-    return [*readings.values()]
+    if "not-restored" in laws.ignore:
+        return [*readings.values()]
+    return [*readings.values(), *_not_restored(run)]
+
+
+def _not_restored(run: Run) -> Iterator[Reading]:
+    """Yield the states with which a resume begins, where the step before it left others.
+
+    Weights are left out: a loop may change them between a step and its checkpoint.
+    """
+    before: dict[int, Row] = {}
+    for row in run.fingerprints:
+        earlier = before.setdefault(row["step"], row["tensors"])
+        names = []
+        for key, entry in earlier.items():
+            if key.startswith(STATES) and row["tensors"].get(key, [0])[0] != entry[0]:
+                names.append(key)
+        if names:
+            yield measured("not-restored", names, len(names), 0.0, step=row["step"])
 
 
 def ignored(run: Run) -> tuple[str, ...]:

@@ -6,9 +6,8 @@ record. A count over the run gives its fraction of the steps in every step, and 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
@@ -25,14 +24,6 @@ RULES: tuple[Rule, ...] = (
     gradient_laws.jump, loss_laws.spikes, loss_laws.throughput, loss_laws.idle_device,
 )  # fmt: skip
 """Every law of a run."""
-
-
-@dataclass
-class Area:
-    """Count what the laws have seen of an area: rows, and the names of the laws."""
-
-    rows: int = 0
-    laws: set[str] = field(default_factory=set)
 
 
 class Laws:
@@ -106,15 +97,15 @@ class Laws:
                 for name in (rule.needs | rule.also) & columns:
                     self._counts[rule, name] += 1
 
-    def looked_at(self) -> dict[str, Area]:
-        """Return the areas whose columns were there, and that a law with enough of their rows has read."""
-        areas: dict[str, Area] = defaultdict(Area)
+    def looked_at(self) -> Counter[str]:
+        """Return the rows of the areas whose columns were there, and that a law with enough of their rows
+        has read.
+        """
+        areas: Counter[str] = Counter()
         for (rule, name), count in self._counts.items():
-            column = COLUMNS[name]
-            if column.area and count >= rule.least:
-                area = areas[column.area]
-                area.rows = max(area.rows, count)
-                area.laws.add(rule.name)
+            if count >= rule.least:
+                area = COLUMNS[name].area
+                areas[area] = max(areas[area], count)
         return areas
 
     def fresh(self, step: Step) -> list[Reading]:

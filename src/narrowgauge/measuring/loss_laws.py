@@ -62,7 +62,7 @@ def loss_scale(tell: Tell) -> Law:
 
 @reads("loss", least=21)
 def spikes(tell: Tell) -> Law:
-    """Read losses far above the median of the last 30 steps.
+    """Read losses far above the median of the last 30 steps, and twice as far as any of these.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
     a loss. A spike does not enter the statistics.
@@ -75,9 +75,12 @@ def spikes(tell: Tell) -> Law:
             continue
         limit = math.inf
         if len(values) >= 20:
-            level = median([*values][-30:])
+            recent = [*values][-30:]
+            level = median(recent)
+            farthest = max(recent) - level
             noise = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(values)])
-            limit = level + KINDS["spike"].bound * max(noise, 0.01 * max(1.0, abs(level)))
+            reach = KINDS["spike"].bound * max(noise, 0.01 * max(1.0, abs(level)))
+            limit = level + max(reach, 2.0 * farthest)
         if loss <= limit:
             values.append(loss)
         else:

@@ -351,6 +351,7 @@ class Meter(Listener):
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "stored": stored,
             "kept": read["kept"].get(""),
+            "behind": _true(read["behind"]) or None,
         }
         if self._ranks is not None:
             for what in ("apart", "unsummed"):

@@ -33,6 +33,7 @@ class Step:
         bad_weight: a weight of the model that was not finite before the step.
         stalled: tensors whose audit says from here on that updates are lost, with their EDQ.
         stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
+        behind: of these, weights that stood still while their masters moved.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks, each with
             the rank where one alone has another tensor.
@@ -60,6 +61,7 @@ class Step:
     bad_weight: str = ""
     stalled: dict[str, float] = field(default_factory=dict)
     stored: dict[str, float] = field(default_factory=dict)
+    behind: list[str] | None = None
     largest: float | None = None
     largest_in: str = ""
     apart: list[str] | None = None
@@ -115,10 +117,6 @@ class Rule:
     needs: frozenset[str]
     also: frozenset[str]
     least: int
-
-    @property
-    def name(self) -> str:
-        return self.law.__name__
 
 
 def reads(needs: str = "", also: str = "", least: int = 1) -> Callable[[Callable[..., Law]], Rule]:

@@ -75,14 +75,18 @@ def audits(tell: Tell) -> Law:
             tell("stored-share", ALL, lost, 1.0, step=since)
 
 
-@reads("stored", least=5)
+@reads("stored", "behind", least=5)
 def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
-    """Read stored shares of updates that are below their bound with three standard errors."""
+    """Read stored shares of updates that are below their bound with three standard errors, of weights that
+    an optimizer steps, and of those with masters apart.
+    """
     shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=most))
     low: dict[str, float] = {}
-    since = 0
+    since = dict.fromkeys(("stored-share", "masters-apart"), 0)
+    masters: set[str] = set()
     while True:
         step = yield
+        masters.update(step.behind or ())
         for name, value in step.stored.items():
             values = shares[name]
             values.append(value)
@@ -92,7 +96,10 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
             error = stdev(values) / math.sqrt(len(values))
             if fmean(values) + 3 * error < 1 - KINDS["stored-share"].bound:
                 low[name] = fmean(values)
-        if low:
-            names = sorted(low, key=low.__getitem__)
-            since = since or step.step
-            tell("stored-share", names, low[names[0]], 1.0, step=since)
+        for kind in since:
+            is_of_masters = kind == "masters-apart"
+            names = [name for name in low if (name in masters) == is_of_masters]
+            if names:
+                names.sort(key=low.__getitem__)
+                since[kind] = since[kind] or step.step
+                tell(kind, names, low[names[0]], 1.0, step=since[kind])
