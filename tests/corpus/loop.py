@@ -142,18 +142,16 @@ def optimizer_of(model) -> torch.optim.Optimizer:
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer with a low-rank update that can be merged into it."""
+    """A frozen linear layer with a low-rank update."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.randn(4, WIDTH, dtype=linear.weight.dtype) / WIDTH**0.5)
         self.lora_b = nn.Parameter(0.05 * torch.randn(WIDTH, 4, dtype=linear.weight.dtype))
-        self.is_merged = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y if self.is_merged else y + x @ self.lora_a.T @ self.lora_b.T
+        return self.linear(x) + x @ self.lora_a.T @ self.lora_b.T
 
 
 @dataclass(frozen=True)
@@ -294,14 +292,6 @@ class Loop:
             self.optimizer.state[p] = copy.deepcopy(state)
         # at resume
 
-    def before_evaluation(self) -> None:
-        self.model.eval()
-        # before evaluation
-
-    def after_evaluation(self) -> None:
-        self.model.train()
-        # after evaluation
-
     def run(self) -> list[float]:
         """Train, and return the loss of each step."""
         while self.step < self.steps:
@@ -313,10 +303,10 @@ class Loop:
             self.after_step(loss)
             self.losses.append(float(loss))
             if self.settings.evaluates and self.step % self.evaluate_every == 0:
-                self.before_evaluation()
+                self.model.eval()
                 with torch.no_grad():
                     self.summed(self.batches(10_000)[0])
-                self.after_evaluation()
+                self.model.train()
         return self.losses
 
     def one_step(self) -> Tensor:
