@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.kinds import KINDS, SEVERITIES
-from narrowgauge.runs.finding import counted, told
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.tables import Table
 
 STAGES = (
@@ -177,21 +176,6 @@ class Readings(Sequence[Reading]):
     def ok(self) -> bool:
         """Return whether there is no reading."""
         return not self.readings
-
-    def require(self) -> Readings:
-        """Raise if there is a reading.
-
-        Raises:
-            RecipeError: with the sentences of all readings.
-        """
-        if self.readings:
-            message = (
-                f"Cannot continue because of {counted(len(self), 'reading')} beyond the bound."
-            )
-            for reading in self.readings:
-                message += f" {reading.what} ({reading.tensor}): {reading.text}"
-            raise RecipeError(message)
-        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the readings as values for JSON."""
