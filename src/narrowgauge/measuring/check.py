@@ -76,8 +76,7 @@ def check(
             its accumulation, loss scale and reductions, by calls of ``.backward()``. ``None``: each
             micro-batch's loss, divided by their number.
     Returns:
-        The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
-        raises otherwise. What was not followed is in ``unseen``.
+        The readings beyond their bound. ``ok`` is true if there is none.
     Raises:
         RecipeError: ``batch`` without ``loss``.
 
