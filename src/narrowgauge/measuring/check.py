@@ -76,7 +76,8 @@ def check(
             its accumulation, loss scale and reductions, by calls of ``.backward()``. ``None``: each
             micro-batch's loss, divided by their number.
     Returns:
-        The readings beyond their bound. ``ok`` is true if there is none.
+        The readings beyond their bound. ``ok`` is true if there is none. What was not followed is in
+        ``unseen``.
     Raises:
         RecipeError: ``batch`` without ``loss``.
 
