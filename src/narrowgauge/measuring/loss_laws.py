@@ -62,10 +62,11 @@ def loss_scale(tell: Tell) -> Law:
 
 @reads("loss", least=21)
 def spikes(tell: Tell) -> Law:
-    """Read losses far above the median of the last 30 steps, and twice as far as any of these.
+    """Read losses far above the median of the last 30 steps.
 
     The noise is the median difference of two steps: distances from the median would count the fall of
-    a loss. A spike does not enter the statistics.
+    a loss. Twice the largest rise from step to step is no spike either: the losses of games have long
+    tails. A spike does not enter the statistics.
     """
     values: deque[float] = deque(maxlen=100)
     while True:
@@ -75,12 +76,11 @@ def spikes(tell: Tell) -> Law:
             continue
         limit = math.inf
         if len(values) >= 20:
-            recent = [*values][-30:]
-            level = median(recent)
-            farthest = max(recent) - level
-            noise = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(values)])
+            level = median([*values][-30:])
+            rises = [b - a for a, b in pairwise(values)]
+            noise = 1.4826 / math.sqrt(2) * median(map(abs, rises))
             reach = KINDS["spike"].bound * max(noise, 0.01 * max(1.0, abs(level)))
-            limit = level + max(reach, 2.0 * farthest)
+            limit = level + max(reach, 2.0 * max(rises))
         if loss <= limit:
             values.append(loss)
         else:

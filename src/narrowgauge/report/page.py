@@ -131,10 +131,11 @@ def figures(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
         apart = differences(lines, comparison.baseline) if unit == NATS else []
         if apart:
             title = f"{title} minus {comparison.baseline}"
-            caption = (
-                "Of the same seed. Grey: ±1 % of the loss. Dotted: the 95 % interval over seeds."
-            )
-            drawn = with_means(apart, has_intervals=column == "val_loss")
+            caption = "Of the same seed. Grey: ±1 % of the loss."
+            has_intervals = column == "val_loss"
+            if has_intervals:
+                caption += " Dotted: the 95 % interval over seeds."
+            drawn = with_means(apart, has_intervals=has_intervals)
             yield figure((title, caption, unit), drawn, edges, band)
 
 
