@@ -123,6 +123,9 @@ def of_four(rank: int, folder: Path, stop: int) -> tuple[list[float], dict[str, 
     FSDPModule.set_gradient_divide_factor = with_sums
     config = narrow(folder, "float8-row")
     config.parallelism.data_parallel_shard_degree = 4
+    # The other ways to place parameters need PyTorch 2.14.
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.training.local_batch_size = 1
     config.checkpoint.enable = True
     config.checkpoint.interval = 2
     losses, tensors, optimizer = train(config, stop)
