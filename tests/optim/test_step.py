@@ -190,7 +190,7 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
 
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more finds the norm, whatever the number of tensors and groups."""
+    """Of a param group. One more finds the norm, whatever the number of tensors."""
     calls: list[int] = []
     call = table.Table.call
 
@@ -199,8 +199,8 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         call(rows, *arguments, **constants)
 
     monkeypatch.setattr(table.Table, "call", counted)
-    groups = [{"params": [p], "lr": 0.1} for p in parameters("word", [(64, 64)] * 9)]
-    optimizer = ng.AdamW(groups, storage="word", compile=True, max_grad_norm=1.0)
+    params = parameters("word", [(64, 64)] * 9)
+    optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=1.0)
     take_steps(optimizer, range(2))
     assert calls.count(9) == 4  # besides, the first step proves its kernels
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
-from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.sample import TURN, Sample
-from narrowgauge.optim.table import Batch, Part
+from narrowgauge.optim.table import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.torch_support.torch_names import HostCopy
 
@@ -171,7 +170,6 @@ class Auditor:
     """Audit one optimizer's tensors.
 
     Attributes:
-        every: steps between audits; 0 never audits.
         fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
             tensors, float64 ``[tensors, 8]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
@@ -181,7 +179,6 @@ class Auditor:
     """
 
     def __init__(self) -> None:
-        self.every = 0
         self.fresh: list[tuple[Sample, int, HostCopy]] = []
         self.last: Tensor | None = None
         self.alarms: list[Alarm] = []
@@ -189,31 +186,30 @@ class Auditor:
         self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.places: dict[Tensor | None, int] = {}
         self._stalled: set[int] = set()
-        self._followed: list[tuple[Sample, Part]] = []
+        self._followed: Sample | None = None
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
-    def before(self, batch: Batch) -> None:
-        """Read what the next step reads of the samples. Call :meth:`after` when it has written."""
-        is_rule = isinstance(batch.kernel.rule, Rule)
-        for part in batch.parts:
-            is_audited = (part.step + 1) % self.every == 0
-            if not part.owners or not (is_audited or is_rule):
-                continue
-            sample = self._samples.get(part.owners[0])
-            is_next = sample and (sample.key, sample.step) == (part.key, part.step)
-            if not sample or not is_next or part.step % TURN == 0:
-                sample = self._samples[part.owners[0]] = Sample(batch, part)
-            sample.follow(batch, part, is_audited)
-            self._followed.append((sample, part))
+    def before(self, batch: Batch, every: int) -> None:
+        """Read what the next step reads of a sample. Call :meth:`after` when it has written."""
+        is_audited = (batch.num_steps + 1) % every == 0
+        if not is_audited and batch.kernel.is_matrix:
+            return
+        sample = self._samples.get(batch.owners[0])
+        is_next = sample and (sample.key, sample.step) == (batch.key, batch.num_steps)
+        if not sample or not is_next or batch.num_steps % TURN == 0:
+            sample = self._samples[batch.owners[0]] = Sample(batch)
+        sample.follow(batch, is_audited)
+        self._followed = sample
 
     def after(self, batch: Batch) -> None:
         """Compare what was stored with what was intended."""
-        for sample, part in self._followed:
-            sample.step += 1
-            if sample.before is not None:
-                self.fresh.append((sample, sample.step, HostCopy(sample.sums(batch, part))))
-                sample.before = None
-        self._followed = []
+        sample, self._followed = self._followed, None
+        if sample is None:
+            return
+        sample.step += 1
+        if sample.before is not None:
+            self.fresh.append((sample, sample.step, HostCopy(sample.sums(batch))))
+            sample.before = None
 
     def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> list[int]:
         """Put the sums of a step in the place of the oldest ones. Return the places of tensors."""

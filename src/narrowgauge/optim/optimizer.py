@@ -39,6 +39,7 @@ from narrowgauge.optim.parameter_formats import (
 from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State, bytes_per_param
+from narrowgauge.optim.step import run
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_choice, require_number
@@ -415,7 +416,7 @@ class Optimizer(torch.optim.Optimizer):
         control, may_skip = self._decide(roster)
         # Autocast would round the operands of matrix rules.
         with torch.autocast(control.device.type, enabled=False):
-            roster.step.run(roster.batches, self.param_groups, control, self.audit_every)
+            run(self, roster.batches, control)
         self._count(roster, control, may_skip)
         if roster is not before:
             roster.keep(self, before)
@@ -435,7 +436,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None:
             squares = roster.squares()
         control, norm = step_control(
-            squares, roster.step.device, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf,
+            squares, roster.device, max_norm=self.max_grad_norm, grad_scale=self.loss_scale, found_inf=found_inf,
         )  # fmt: skip
         if norm is not None:
             self.grad_norm = norm

@@ -16,7 +16,7 @@ from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState, new_state
-from narrowgauge.optim.table import step_alone
+from narrowgauge.optim.table import Batch, addresses_of, streams_of
 from narrowgauge.optim.values import stored
 from narrowgauge.optim.walk import integers_of
 from narrowgauge.spec.storages import Storage
@@ -57,7 +57,12 @@ def difference(rule: AnyRule, storage: Storage, device: torch.device) -> str:
         run(expected, numbers)
         pairs.append((actual, expected))
     states = [actual for actual, _ in pairs]
-    step_alone(states, replace(numbers, control=to_device(control, device)), device)
+    tensors = streams_of(states)
+    batch = Batch(0, states)
+    batch.numbers = replace(numbers, control=to_device(control, device))
+    batch.lay_out()
+    batch.use(tensors, addresses_of(tensors))
+    batch.run()
     for ours, theirs in pairs:
         found = _difference_of(ours, theirs)
         if found:

@@ -22,7 +22,7 @@ from narrowgauge.numerics.exact_sums import exact_squares, total_over_ranks
 from narrowgauge.optim import validation
 from narrowgauge.optim.norm import SquaresTable, sums_on
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.step import Step
+from narrowgauge.optim.step import batches_of
 from narrowgauge.optim.table import addresses_of, streams_of
 from narrowgauge.torch_support.torch_names import is_captured, look_of
 
@@ -58,7 +58,6 @@ class Roster:
     """Say what a step of an optimizer reads and writes, after all checks. Make missing states.
 
     Attributes:
-        step: takes the step.
         batches: the states that one kernel steps.
         gradients: placed like the parameters, in their formats or float32.
         counts: the steps that each has taken.
@@ -90,11 +89,11 @@ class Roster:
         if not states:
             return
         device = validation.device_of_step([state.parameter for state in states])
-        self.step = Step(device, self.compile, optimizer.auditor, optimizer.ran)
+        self.device = device
         self.is_sharded = any(is_sharded(state.owner) for state in states)
         tensors = streams_of(states)
         self.gradient_places = [state.place + 1 for state in states]
-        self.batches = self.step.batches_of(work)
+        self.batches = batches_of(work, self.compile)
         for batch in self.batches:
             self.is_plain &= batch.table is not None and batch.is_dense
         self._use(tensors + [state.entry["step"] for state in states])
@@ -172,7 +171,7 @@ class Roster:
 
     def squares(self) -> Tensor:
         """Return the exact sum of the squares of all gradients."""
-        if self.compile is False or not sums_on(self.step.device):
+        if self.compile is False or not sums_on(self.device):
             return exact_squares(self.gradients)
         if self.norm is None:
             self.norm = SquaresTable(self.gradients)
@@ -182,7 +181,7 @@ class Roster:
     def _add(self, by: int) -> Any:
         """Return the counts of steps before a number is added to each."""
         counts = np.empty_like(self.counts)
-        table = self.batches[0].table
+        table = self.batches[0].table if self.batches else None
         if table is not None and table.is_cpp:
             addresses = self.addresses[-len(counts) :]
             table.kernels.add(addresses.ctypes.data, counts.ctypes.data, len(counts), by)
@@ -201,8 +200,7 @@ class Roster:
         self._add(1)
         self.counts += 1
         for batch in self.batches:
-            for part in batch.parts:
-                part.step += 1
+            batch.num_steps += 1
 
     def forget(self) -> None:
         """Drop all tensors. The next forward pass needs their memory."""

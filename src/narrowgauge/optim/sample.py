@@ -19,7 +19,7 @@ from narrowgauge.optim.kernel import finite_or_zero, named
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.table import Batch, Part
+from narrowgauge.optim.table import Batch
 from narrowgauge.optim.walk import spans
 from narrowgauge.torch_support.torch_names import to_device
 
@@ -47,30 +47,29 @@ def sample_of(numel: int, most: int, turn: int = 0) -> range:
 
 
 class Sample:
-    """Follow elements of states that share numbers, joined.
+    """Follow elements of the states of a batch, joined.
 
     Attributes:
         owners, storage: the parameters, and where they are stored.
-        key: of their part of a batch.
+        key: of their batch.
         step: the steps that the states have taken.
         before: copies of the elements before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
     """
 
-    def __init__(self, batch: Batch, part: Part) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.kernel = batch.kernel
         self.storage = batch.kernel.storage
-        self.owners = part.owners
-        self.key = part.key
-        self.step = part.step
+        self.owners = batch.owners
+        self.key = batch.key
+        self.step = batch.num_steps
         self.before: LocalState | None = None
         self.change: Any = None
-        forms = [batch.forms[row] for row in part.rows]
-        most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(forms)))
+        most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(batch.forms)))
         elements = []
         blocks = []
-        for rows, columns in forms:
-            taken = sample_of(rows * columns, most, part.step // TURN)
+        for rows, columns in batch.forms:
+            taken = sample_of(rows * columns, most, batch.num_steps // TURN)
             places = torch.arange(taken.start, taken.stop, taken.step, device="cpu")
             elements.append(places)
             blocks.append(places // columns * -(-columns // BLOCK) + places % columns // BLOCK)
@@ -80,17 +79,17 @@ class Sample:
         self._tensors = torch.repeat_interleave(self.counts)
         self._moments: list[Tensor] = []
         if isinstance(self.kernel.rule, Rule):
-            lane = _lane(self._copies(batch, part))
+            lane = _lane(self._copies(batch))
             for name in self.kernel.rule.states:
                 self._moments.append(codes.read_state(self.storage, lane, name))
 
-    def _read(self, batch: Batch, part: Part, column: int) -> Tensor:
+    def _read(self, batch: Batch, column: int) -> Tensor:
         """Return the elements of a stream, or for each element the bound of its block."""
         places = self._elements
         if column >= batch.index.shape[1] - len(self.kernel.scaled):
             places = self._blocks
-        numbers = batch.index[part.rows, column]
-        is_alike = column != 1 or len(np.unique(batch.formats[part.rows])) == 1
+        numbers = batch.index[:, column]
+        is_alike = column != 1 or len(np.unique(batch.formats)) == 1
         if batch.table is not None and batch.table.is_cpp and batch.is_dense and is_alike:
             addresses = batch.addresses[numbers]
             dtype = batch.tensors[numbers[0]].dtype
@@ -106,11 +105,11 @@ class Sample:
             parts.append(tensor.take(to_device(taken, tensor.device)))
         return torch.cat(parts)
 
-    def _copies(self, batch: Batch, part: Part) -> LocalState:
+    def _copies(self, batch: Batch) -> LocalState:
         """Return copies of the elements, as if each was a row."""
         streams = []
         for column in range(batch.index.shape[1]):
-            streams.append(self._read(batch, part, column)[:, None])
+            streams.append(self._read(batch, column)[:, None])
         weight, gradient, *rest = streams
         entry = {"step": 0, **dict(zip(self.kernel.names, rest, strict=False))}
         state = LocalState(weight, entry, self.kernel, {})
@@ -119,21 +118,21 @@ class Sample:
             state.change = rest[-1]
         return state
 
-    def follow(self, batch: Batch, part: Part, is_audited: bool) -> None:
+    def follow(self, batch: Batch, is_audited: bool) -> None:
         """Step the exact moments. Before an audited step, copy what is stored."""
         rule = self.kernel.rule
         self.before = None
         if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
-            copies = self._copies(batch, part)
+            copies = self._copies(batch)
             gradient = copies.gradient
             weight = finite_or_zero(codes.read_weight(self.storage, _lane(copies)))
             self.change = copies.change
             if is_audited:
                 self.before = copies
         else:
-            gradient = self._read(batch, part, 1)[:, None]
+            gradient = self._read(batch, 1)[:, None]
             weight = torch.zeros((), device=gradient.device)
-        scalars = named(rule, part.numbers.values)
+        scalars = named(rule, batch.numbers.values)
         if not isinstance(rule, Rule):
             self.change = self.change + weight * scalars[rule.decay]
             return
@@ -145,15 +144,15 @@ class Sample:
                 moments[place] = torch.where(scalars["skip"] != 0, old, moments[place])
         self._moments = moments
 
-    def sums(self, batch: Batch, part: Part) -> Tensor:
+    def sums(self, batch: Batch) -> Tensor:
         """Compare what a step has stored with what was intended. Return the ``UPDATE_SUMS`` of each
         state, float64.
         """
         assert self.before is not None
         rule = self.kernel.rule
-        options = dict(zip(rule.scalars, part.numbers.scalars, strict=True))
+        options = dict(zip(rule.scalars, batch.numbers.scalars, strict=True))
         before = _lane(self.before)
-        after = _lane(self._copies(batch, part))
+        after = _lane(self._copies(batch))
         weight = codes.read_weight(self.storage, before)
         stored = codes.read_weight(self.storage, after) - weight
         seen = codes.visible_value(self.storage.visible, after.visible)

@@ -355,7 +355,7 @@ def walk(tile, sizes, numbers, control, row: tl.constexpr):
 def step(table, tiles, numbers, control, row: tl.constexpr):
     """Step the elements of a program, unless the step is skipped."""
     tile, sizes = find(table, tiles, control, row.addresses, row.num_scaled > 0)
-    walk(tile, sizes, numbers + tl.load(sizes + 5) * (row.scalars + 1), control, row)
+    walk(tile, sizes, numbers, control, row)
 
 
 # ── the norm of gradients: the exact sum of squares, as integers at fixed places ──────────────────

@@ -1,10 +1,10 @@
-"""One call for all tensors of a (rule, storage): the step on CPUs and GPUs.
+"""One call for the tensors of a param group that have one (rule, storage): the step on CPUs and GPUs.
 
 The kernel is ``cpp/`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
 :mod:`narrowgauge.optim.step_triton` on GPUs. Weights, gradients and states are read where they are:
 
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
-    numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
+    numbers  float32 [scalars]          the rule's scalars and the seed
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
 
 A GPU's are copied to the device at each step. A matrix rule has one more address, of its float32
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import step_cpp
-from narrowgauge.optim.kernel import Kernel, Numbers
+from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.state import LocalState
 from narrowgauge.torch_support import triton
@@ -36,7 +36,8 @@ SIZES = ("extent", "count", "first", "format", "aligned", "number", "columns")
 
 The tensor has ``count`` blocks in rows of ``columns``, each program ``extent`` of them. Its
 programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). The rows of an
-``aligned`` tensor begin at addresses of whole vectors. ``number`` is the row of its scalars.
+``aligned`` tensor begin at addresses of whole vectors. ``number`` is that of its ranks in a
+norm.
 """
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Numbers of gradients' formats."""
@@ -108,41 +109,16 @@ class Table:
             function[(len(self.tiles),)](*on_device, **constants, **triton.LAUNCH)
 
 
-class Part:
-    """Name the states of a batch that share the numbers of a step.
-
-    Attributes:
-        place: of their param group.
-        step: the steps that they have taken.
-        states: in a step that has checked them.
-        rows: in the batch, of those with elements.
-        owners: the parameters of these.
-        key: what a sample of them depends on.
-        numbers: of a step that is taken.
-    """
-
-    def __init__(self, place: int, step: int, states: Sequence[LocalState], first: int) -> None:
-        self.place = place
-        self.step = step
-        self.states = states
-        self.owners = []
-        rows = []
-        key: list[Any] = [states[0].kernel, states[0].parameter.device]
-        for row, state in enumerate(states, start=first):
-            if state.parameter.numel():
-                rows.append(row)
-                self.owners.append(state.owner)
-                key.append((id(state.owner), state.form))
-        self.rows = np.array(rows, np.int64)
-        self.key = tuple(key)
-        self.numbers: Any = None
-
-
 class Batch:
-    """Step the states of one kernel.
+    """Step the states of one kernel that share the numbers of a step: those of a param group that have
+    taken as many steps.
 
     Attributes:
-        parts: of those that share numbers.
+        place: of the param group.
+        num_steps: that the states have taken.
+        states: in a step that has checked them.
+        owners: the parameters that have elements on this rank.
+        key: what a sample of them depends on.
         forms: rows and columns of each state.
         formats: of its gradient, as a number.
         index: where its streams are among the tensors of a step, int64 ``[states, streams]``, in the
@@ -150,51 +126,48 @@ class Batch:
         is_dense: whether a kernel reads and writes them where they are.
         how: the language that steps them, or why the definition does.
         table: of a kernel; ``None`` without one.
+        numbers: of a step that is taken.
     """
 
-    def __init__(
-        self, kernel: Kernel, members: Mapping[tuple[int, int], Sequence[LocalState]]
-    ) -> None:
-        self.kernel = kernel
-        self.parts: list[Part] = []
-        states: list[LocalState] = []
-        for (place, step), alike in members.items():
-            self.parts.append(Part(place, step, alike, len(states)))
-            states += alike
+    def __init__(self, place: int, states: Sequence[LocalState]) -> None:
+        self.kernel = states[0].kernel
+        self.device = states[0].parameter.device
+        self.place = place
+        self.num_steps = states[0].step
+        self.states = states
+        self.owners = [state.owner for state in states if state.parameter.numel()]
         self.forms = [state.form for state in states]
+        self.key = self.kernel, self.device, *map(id, self.owners), *self.forms
         self.formats = np.array([FORMATS[state.gradient.dtype] for state in states])
         streams = [state.streams() for state in states]
         self.index = np.array([[state.place] for state in states]) + np.arange(len(streams[0]))
         self.is_dense = all(tensor.is_contiguous() for part in streams for tensor in part)
         self.how = ""
         self.table: Table | None = None
+        self.numbers: Any = None
 
-    def lay_out(self, device: torch.device) -> None:
+    def lay_out(self) -> None:
         """Make the table of the kernel."""
         row = step_cpp.row_of(self.kernel.rule, self.kernel.storage)
         forms = self.forms
         if not row.num_scaled:
             forms = [(1, rows * columns) for rows, columns in forms]
         library = partial(step_cpp.functions, self.kernel.rule, self.kernel.storage)
-        self.table = Table(device, library, row.addresses, forms, row.num_scaled)
+        self.table = Table(self.device, library, row.addresses, forms, row.num_scaled)
         self.table.rows["format"] = self.formats
-        counts = [len(part.states) for part in self.parts]
-        self.table.rows["number"] = np.repeat(np.arange(len(counts)), counts)
 
     def use(self, tensors: Sequence[Tensor], addresses: Any) -> None:
         """Step tensors at addresses next."""
         self.tensors = tensors
         self.addresses = addresses
 
-    def prepare(self, groups: Sequence[Mapping[str, Any]], control: Tensor) -> None:
-        """Compute the numbers of a step from the options of param groups."""
-        for part in self.parts:
-            group = groups[part.place]
-            scalars = self.kernel.rule.prepare(group, part.step + 1)
-            key = step_seed(group["seed"], part.step + 1)
-            part.numbers = Numbers(self.kernel, control, scalars, key)
+    def prepare(self, group: Mapping[str, Any], control: Tensor) -> None:
+        """Compute the numbers of a step from the options of the param group."""
+        number = self.num_steps + 1
+        scalars = self.kernel.rule.prepare(group, number)
+        self.numbers = Numbers(self.kernel, control, scalars, step_seed(group["seed"], number))
 
-    def step(self) -> None:
+    def run(self) -> None:
         """Step all by the kernel."""
         table: Any = self.table
         table.rows["addresses"] = self.addresses[self.index]
@@ -204,12 +177,10 @@ class Batch:
                 tensor = self.tensors[number]
                 copies.append((tensor, tensor.contiguous()))
                 table.rows["addresses"][place] = copies[-1][1].data_ptr()
+        numbers = np.array([*self.numbers.scalars, 0.0], np.float32)
+        numbers[-1:].view(np.int32)[0] = self.numbers.key
         row = step_cpp.row_of(self.kernel.rule, self.kernel.storage)
-        numbers = np.empty((len(self.parts), row.scalars + 1), np.float32)
-        for place, part in enumerate(self.parts):
-            numbers[place, :-1] = part.numbers.scalars
-            numbers[place, -1:].view(np.int32)[0] = part.numbers.key
-        table.call("step", torch.from_numpy(numbers), self.parts[0].numbers.control, row=row)
+        table.call("step", torch.from_numpy(numbers), self.numbers.control, row=row)
         for tensor, copy in copies:
             tensor.data.copy_(copy)  # which raises no version
         # Autograd notices a weight that was written between forward and backward pass.
@@ -219,18 +190,7 @@ class Batch:
     def forget(self) -> None:
         """Drop what holds tensors. The next forward pass needs their memory."""
         self.tensors = []
-        for part in self.parts:
-            part.states = []
-
-
-def step_alone(states: Sequence[LocalState], numbers: Numbers, device: torch.device) -> None:
-    """Step states by the kernel, with the same numbers."""
-    tensors = streams_of(states)
-    batch = Batch(numbers.kernel, {(0, 0): states})
-    batch.parts[0].numbers = numbers
-    batch.lay_out(device)
-    batch.use(tensors, addresses_of(tensors))
-    batch.step()
+        self.states = []
 
 
 def streams_of(states: Sequence[LocalState]) -> list[Tensor]:

@@ -341,11 +341,10 @@ template <class S, class R> struct Programs {
     in_parallel(count, threads, [=](int64_t k) {
       const Program x = find<ADDRESSES>(table, tiles, k);
       const bool wide = x.size.format == Float32::NUMBER;
-      const float* scalars = numbers + x.size.number * (SCALARS + 1);
       Numbers<R> n;
       n.gradient_scale = control[0];
-      memcpy((void*)&n.rule, scalars, 4 * SCALARS);
-      n.seed = int_of(scalars[SCALARS]);
+      memcpy((void*)&n.rule, numbers, 4 * SCALARS);
+      n.seed = int_of(numbers[SCALARS]);
       const Scales none{};
       if constexpr (BOUNDS > 0) step_blocks(x, wide, n);
       else W::step_all(streams_at(x, wide, x.begin).p, x.span, wide, n, &none, x.span);
