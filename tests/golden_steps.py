@@ -139,7 +139,9 @@ def steps(rule: str, storage: str) -> str:
     for weight in weights.values():
         states = []
         for name in ELEMENTWISE:
-            if name in optimizer.local_state(weight).names:
+            group = optimizer.group_of(weight)
+            state = optimizer.kernels.local_part(group, weight, optimizer.state[weight])
+            if name in state.names:
                 states.append(name)
         stored += [optimizer.stored(weight, name) for name in ("weight", *states)]
     planes = [

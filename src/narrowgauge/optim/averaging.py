@@ -7,6 +7,7 @@ has stored.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class AveragedModel(TorchAveragedModel):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float | None = 0.999) -> None:
-        super().__init__(model)
+        super().__init__(model, avg_fn=self._moved)  # type: ignore[arg-type]
         self.optimizer = optimizer
         self.decay = decay
         for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
@@ -77,13 +78,13 @@ class AveragedModel(TorchAveragedModel):
                 "Cannot average because the optimizer steps none of the model's parameters.",
                 "Set average.optimizer to the one that does.",
             )
-        count = int(self.n_averaged)
-        share = 1 / (count + 1) if self.decay is None or count == 0 else 1 - self.decay
-        for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
-            if average.is_floating_point() or average.is_complex():
-                average.lerp_(self._stored(parameter), share)
-            else:  # codes, as of a quantized base
-                average.copy_(parameter)
-        for copied, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
-            copied.copy_(buffer)
-        self.n_averaged += 1
+        weights = [self._stored(parameter) for parameter in model.parameters()]
+        super().update_parameters(
+            SimpleNamespace(parameters=lambda: weights, buffers=model.buffers)  # type: ignore[arg-type]
+        )
+
+    def _moved(self, average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+        if not (average.is_floating_point() or average.is_complex()):
+            return weight  # codes, as of a quantized base
+        share = 1 / (count.item() + 1) if self.decay is None else 1 - self.decay
+        return average.lerp(weight, share)

@@ -15,39 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import reciprocal, sqrt
+from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.torch_support.torch_names import to_device
 
+OPTIONS = (math.inf, 1.0, 0.0, 1.0, 1e-6)
+"""The numbers beside the norm: the largest norm, the loss scale, and ``found_inf`` of
+``torch.amp.GradScaler``, which is not 0 if it found a gradient that is not finite. Then 1, and what
+torch adds to a norm.
+"""
 
-def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
-    """Compute the factor of the gradients and whether to skip the step; return float32 ``[3]``.
 
-    The result holds: the factor, 1 to skip, and the norm of the unscaled gradients. ``options``
-    are three float32, 0-d: ``max_norm``, which may be infinite, the loss scale, and ``found_inf``
-    of ``torch.amp.GradScaler``, which is not 0 if it found a gradient that is not finite.
+def decide(library: Any, norm: Any, options: Iterable[Any]) -> tuple[Any, Any, Any]:
+    """Return the factor of the gradients, whether to skip the step, and the norm of the unscaled
+    gradients: float32, by NumPy on the host and by torch on a device, with the same bits.
+
+    ``options`` are :data:`OPTIONS`, or others in their place.
     """
-    max_norm, grad_scale, found_inf = options
-    scale = reciprocal(grad_scale)
-    unscaled = norm / grad_scale
-    finite = norm.isfinite()
-    clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
-    skip = (found_inf != 0) | ~finite
-    scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)
-    return torch.stack([scale, skip.to(scale.dtype), unscaled])
-
-
-def decide_on_host(norm: float, options: Iterable[float]) -> list[float]:
-    """Return what :func:`decide` computes, with the same bits, by NumPy's float32."""
-    with np.errstate(all="ignore"):
-        size, max_norm, grad_scale, found_inf, one, least = map(
-            np.float32, (norm, *options, 1, 1e-6)
-        )
-        scale = one / grad_scale
-        factor = scale
-        if size < math.inf and max_norm < math.inf:
-            factor = scale * min(one / (size * scale + least) * max_norm, one)
-        skip = found_inf != 0 or not size < math.inf
-        return [float(factor), float(skip), float(size / grad_scale)]
+    max_norm, grad_scale, found_inf, one, least = options
+    scale = one / grad_scale
+    is_finite = norm < math.inf
+    clip = library.minimum(one / (norm * scale + least) * max_norm, one)
+    factor = library.where(is_finite & (max_norm < math.inf), scale * clip, scale)
+    return factor, (found_inf != 0) | ~is_finite, norm / grad_scale
 
 
 def step_control(
@@ -64,9 +53,13 @@ def step_control(
         grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a
             gradient that is not finite; 0-d.
     """
-    options: list[Any] = [math.inf if max_norm is None else max_norm, 1.0, 0.0]
+    options: list[Any] = list(OPTIONS)
     if squares is grad_scale is found_inf is None:
-        return to_device(torch.tensor(options[1:], dtype=torch.float32, device="cpu"), device), None
+        return to_device(
+            torch.tensor(options[1:3], dtype=torch.float32, device="cpu"), device
+        ), None
+    if max_norm is not None:
+        options[0] = max_norm
     is_host = device.type == "cpu"
     if not is_host:
         options = list(to_device(torch.tensor(options, dtype=torch.float32, device="cpu"), device))
@@ -74,10 +67,12 @@ def step_control(
         if value is not None:
             options[place] = float(value) if is_host else value.to(options[0]).view(())
     if is_host:
-        norm = math.sqrt(squares or 0.0)
-        numbers = decide_on_host(norm, options)
-        decision = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        numbers = np.array([math.sqrt(squares or 0.0), *options], np.float32)
+        with np.errstate(all="ignore"):
+            decision = torch.tensor(
+                list(map(float, decide(np, numbers[0], numbers[1:]))), device="cpu"
+            )
     else:
         size = options[0].new_zeros(()) if squares is None else sqrt(squares).float()
-        decision = decide(size, options)
+        decision = torch.stack([x.float() for x in decide(torch, size, options)])
     return decision[:2], None if squares is None else decision[2]

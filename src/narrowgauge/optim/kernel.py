@@ -88,7 +88,7 @@ def in_expansions(
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
     rounding = NearestEven(dropped_bits(storage.weight))
     pair = finite_or_zero(high), low
-    _, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
+    stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
     fields = codes.write_low(storage, visible, torch.where(is_finite, stepped[1], 0.0))

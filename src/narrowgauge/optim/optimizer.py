@@ -221,12 +221,6 @@ class Optimizer(torch.optim.Optimizer):
         """Return whether a parameter has a state. Other code may have left notes in its place."""
         return "step" in self.state.get(parameter, ())
 
-    def local_state(self, parameter: Tensor) -> LocalState | None:
-        """Return the local tensors of a parameter's state, or ``None`` before its first step."""
-        if not self.has_state(parameter):
-            return None
-        return self.kernels.local_part(self.group_of(parameter), parameter, self.state[parameter])
-
     def group_of(self, parameter: Tensor) -> Group:
         """Return the param group of a parameter.
 

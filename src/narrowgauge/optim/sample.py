@@ -18,9 +18,8 @@ from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import finite_or_zero, named
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.table import Batch
-from narrowgauge.optim.walk import spans
+from narrowgauge.optim.walk import word_of
 from narrowgauge.torch_support.torch_names import to_device
 
 ELEMENTS = 256
@@ -53,7 +52,7 @@ class Sample:
         owners, storage: the parameters, and where they are stored.
         key: of their batch.
         step: the steps that the states have taken.
-        before: copies of the elements before an audited step, else ``None``.
+        before: the elements before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
     """
 
@@ -63,7 +62,7 @@ class Sample:
         self.owners = batch.owners
         self.key = batch.key
         self.step = batch.num_steps
-        self.before: LocalState | None = None
+        self.before: Lane | None = None
         self.change: Any = None
         most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(batch.forms)))
         elements = []
@@ -79,7 +78,7 @@ class Sample:
         self._tensors = torch.repeat_interleave(self.counts)
         self._moments: list[Tensor] = []
         if isinstance(self.kernel.rule, Rule):
-            lane = _lane(self._copies(batch))
+            lane = self._lane(batch)
             for name in self.kernel.rule.states:
                 self._moments.append(codes.read_state(self.storage, lane, name))
 
@@ -105,39 +104,36 @@ class Sample:
             parts.append(tensor.take(to_device(taken, tensor.device)))
         return torch.cat(parts)
 
-    def _copies(self, batch: Batch) -> LocalState:
-        """Return copies of the elements, as if each was a row."""
-        streams = []
-        for column in range(batch.index.shape[1]):
-            streams.append(self._read(batch, column)[:, None])
-        weight, gradient, *rest = streams
-        entry = {"step": 0, **dict(zip(self.kernel.names, rest, strict=False))}
-        state = LocalState(weight, entry, self.kernel, {})
-        state.gradient = gradient
-        if self.kernel.is_matrix:
-            state.change = rest[-1]
-        return state
+    def _lane(self, batch: Batch) -> Lane:
+        """Return the inputs of a step of the elements."""
+        num_streams = batch.index.shape[1]
+        weight, gradient, *rest = [self._read(batch, column) for column in range(num_streams)]
+        words = [word_of(x) for x in rest[: len(self.kernel.planes)]]
+        scales = {}
+        for name, bound in zip(self.kernel.scaled, rest[len(words) :], strict=False):
+            scales[name] = codes.multipliers(bound)
+        return codes.lane_of(self.storage, word_of(weight), gradient.float(), words, scales)
 
     def follow(self, batch: Batch, is_audited: bool) -> None:
         """Step the exact moments. Before an audited step, copy what is stored."""
         rule = self.kernel.rule
         self.before = None
         if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
-            copies = self._copies(batch)
-            gradient = copies.gradient
-            weight = finite_or_zero(codes.read_weight(self.storage, _lane(copies)))
-            self.change = copies.change
+            lane = self._lane(batch)
+            gradient = lane.gradient
+            weight = finite_or_zero(codes.read_weight(self.storage, lane))
             if is_audited:
-                self.before = copies
+                self.before = lane
         else:
-            gradient = self._read(batch, 1)[:, None]
+            gradient = self._read(batch, 1).float()
             weight = torch.zeros((), device=gradient.device)
         scalars = named(rule, batch.numbers.values)
         if not isinstance(rule, Rule):
-            self.change = self.change + weight * scalars[rule.decay]
+            change = self._read(batch, batch.index.shape[1] - 1)
+            self.change = change + weight * scalars[rule.decay]
             return
         scale = scalars["gradient_scale"]
-        slopes = gradient.float().to(scale.dtype) * scale
+        slopes = gradient.to(scale.dtype) * scale
         self.change, *moments = rule.update(weight.to(scale.dtype), slopes, *self._moments, scalars)
         if not scale.is_cpu:  # where no step is skipped
             for place, old in enumerate(self._moments):
@@ -148,11 +144,11 @@ class Sample:
         """Compare what a step has stored with what was intended. Return the ``UPDATE_SUMS`` of each
         state, float64.
         """
-        assert self.before is not None
+        before = self.before
+        assert before is not None
         rule = self.kernel.rule
         options = dict(zip(rule.scalars, batch.numbers.scalars, strict=True))
-        before = _lane(self.before)
-        after = _lane(self._copies(batch))
+        after = self._lane(batch)
         weight = codes.read_weight(self.storage, before)
         stored = codes.read_weight(self.storage, after) - weight
         seen = codes.visible_value(self.storage.visible, after.visible)
@@ -161,10 +157,4 @@ class Sample:
         terms.append(codes.at_end(self.storage, after, options.get("eps", 0.0)).double())
         lengths = to_device(self.counts, stored.device)
         # Without a check, which would wait for the device.
-        return torch.segment_reduce(torch.cat(terms, 1), "sum", lengths=lengths, unsafe=True)
-
-
-def _lane(state: LocalState) -> Lane:
-    """Return the inputs of a step of all elements of a state."""
-    span = next(spans(state, state.gradient, at_once=state.parameter.numel()))
-    return span.lane(span.arguments[0])
+        return torch.segment_reduce(torch.stack(terms, 1), "sum", lengths=lengths, unsafe=True)

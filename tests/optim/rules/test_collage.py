@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven
-from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim.rules.collage import Parts, collage_adamw
 from narrowgauge.optim.rules.elementwise import ADAMW
 from oracles import collage as narrow
@@ -28,11 +27,8 @@ def scalars(beta2: float, t: int) -> dict[str, Tensor]:
     return dict(zip(ADAMW.scalars, values.unbind(), strict=True))
 
 
-def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tensor:
-    """One step in place; every operation is an ordinary one of bfloat16 tensors.
-
-    Returns the change.
-    """
+def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> None:
+    """One step in place; every operation is an ordinary one of bfloat16 tensors."""
     beta1, beta2 = (
         (1 - torch.tensor(s[name])).item() for name in ("one_minus_beta1", "one_minus_beta2")
     )
@@ -49,7 +45,6 @@ def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tens
     denominator = words["v"].sqrt() * s["inverse_root_correction2"] + s["eps"]
     change = words["m"] * s["negative_step_size"] / denominator + words["w"] * s["negative_decay"]
     words["w"], words["dw"] = narrow.grow((words["w"], words["dw"]), change)
-    return change
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
@@ -64,10 +59,9 @@ def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) 
     for t in range(1, 21):
         s = scalars(beta2, t)
         g = BFLOAT16(gaussian(count, seed=t, scale=1e-2))
-        change, weight, *moments = collage_adamw(weight, g, *moments, s, BFLOAT16)
+        weight, *moments = collage_adamw(weight, g, *moments, s, BFLOAT16)
         numbers = {name: value.item() for name, value in s.items()}
-        expected = eager_step(words, g.bfloat16(), numbers)
-        assert torch.equal(bits_of(change), bits_of(expected.float())), t
+        eager_step(words, g.bfloat16(), numbers)
         for name, value in zip(names, (*weight, *moments[0], *moments[1]), strict=True):
             assert torch.equal(value, words[name].float()), (t, name)
     assert (weight[1] != 0).float().mean() > 0.9

@@ -33,9 +33,8 @@ def collage_adamw(
     exp_avg_sq: Parts,
     s: Mapping[str, Tensor],
     rn: NearestEven,
-) -> tuple[Tensor, Pair, Parts, Parts]:
-    """Take one step of Collage's AdamW; return the intended change, a part, and the new weight and
-    moments.
+) -> tuple[Pair, Parts, Parts]:
+    """Take one step of Collage's AdamW; return the new weight and moments.
 
     ``rn`` rounds to the parts' format. As published, the step itself reads only the leading parts
     of weight and moments, and weight decay is part of the one update, which rounds some of it away.
@@ -48,7 +47,7 @@ def collage_adamw(
     root = rn(rn(sqrt(exp_avg_sq[0])) * s["inverse_root_correction2"])
     step = rn(rn(exp_avg[0] * s["negative_step_size"]) / rn(root + s["eps"]))
     change = rn(step + rn(weight[0] * s["negative_decay"]))
-    return change, grow(weight, change, rn), exp_avg, exp_avg_sq
+    return grow(weight, change, rn), exp_avg, exp_avg_sq
 
 
 def _average(average: Parts, one_minus_beta: Tensor, *factors: Tensor, rn: NearestEven) -> Parts:
