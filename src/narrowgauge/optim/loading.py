@@ -21,26 +21,31 @@ from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
 
 
-def check_members(groups: list[Group], state_dict: Mapping[str, Any]) -> None:
-    """Refuse a state of other groups than the optimizer's, with torch's sentences, or without the
-    numbers of its parameters.
+def members_of(groups: list[Group], state_dict: Mapping[str, Any]) -> dict[Any, tuple[int, Tensor]]:
+    """Return the place of the group and the parameter of each key of a state: a number, or a name
+    from a distributed checkpoint.
+
+    Refuse a state of other groups than the optimizer's, with torch's sentences, or without the numbers
+    of its parameters.
     """
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
-    keys: list[Any] = []
-    for theirs, ours in zip(saved, groups, strict=True):
+    members: dict[Any, tuple[int, Tensor]] = {}
+    for place, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of "
                 "optimizer's group"
             )
-        keys += theirs["params"]
-    if state_dict["state"] and state_dict["state"].keys().isdisjoint(keys):
+        for key, parameter in zip(theirs["params"], ours["params"], strict=True):
+            members[key] = place, parameter
+    if state_dict["state"] and state_dict["state"].keys().isdisjoint(members):
         raise DataError(
             "Cannot load a state whose keys are not numbers of its parameters.",
             "Give the optimizer's state_dict().",
         )
+    return members
 
 
 def loaded_state(kernels: Kernels, group: Group, parameter: Tensor, entry: Group) -> State:
@@ -88,38 +93,30 @@ def loaded_groups(rule: AnyRule, groups: list[Group], state_dict: Mapping[str, A
     return loaded
 
 
-def _members(groups: list[Group], state_dict: Mapping[str, Any]) -> dict[Any, tuple[Group, Tensor]]:
-    """Return the group and the parameter of each key of a state: a number, or a name from a
-    distributed checkpoint.
-    """
-    members: dict[Any, tuple[Group, Tensor]] = {}
-    for theirs, group in zip(state_dict["param_groups"], groups, strict=True):
-        for key, parameter in zip(theirs["params"], group["params"], strict=True):
-            members[key] = group, parameter
-    return members
-
-
 def saved_states(
-    kernels: Kernels, groups: list[Group], state_dict: Mapping[str, Any]
+    kernels: Kernels,
+    groups: list[Group],
+    entries: Mapping[Any, Any],
+    members: Mapping[Any, tuple[int, Tensor]],
 ) -> dict[Any, Any]:
     """Return the states of a state of ours. Entries of other keys stay as they are."""
-    members = _members(groups, state_dict)
     states: dict[Any, Any] = {}
-    for key, entry in state_dict["state"].items():
+    for key, entry in entries.items():
         if key not in members:
             states[key] = entry
         elif entry:
-            states[members[key][1]] = loaded_state(kernels, *members[key], entry)
+            place, parameter = members[key]
+            states[parameter] = loaded_state(kernels, groups[place], parameter, entry)
     return states
 
 
 def torch_states(
-    groups: list[Group], state_dict: Mapping[str, Any]
+    entries: Mapping[Any, Any], members: Mapping[Any, tuple[int, Tensor]]
 ) -> dict[Tensor, dict[str, Tensor | int]]:
-    """Return the moments of a state of torch's Adam or AdamW, by the parameters of our groups."""
+    """Return the moments of a state of torch's Adam or AdamW, by our parameters."""
     states: dict[Tensor, dict[str, Tensor | int]] = {}
-    for key, (_, parameter) in _members(groups, state_dict).items():
-        entry = state_dict["state"].get(key)
+    for key, (_, parameter) in members.items():
+        entry = entries.get(key)
         if not entry:
             continue
         if set(entry) != {"step", *STATE_NAMES} or type(local_of(entry["exp_avg"])) is not Tensor:

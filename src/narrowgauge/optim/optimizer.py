@@ -24,7 +24,7 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import step_control
-from narrowgauge.optim.loading import check_members, loaded_groups, saved_states, torch_states
+from narrowgauge.optim.loading import loaded_groups, members_of, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
@@ -43,7 +43,7 @@ from narrowgauge.optim.step import run
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_choice, require_number
-from narrowgauge.torch_support.torch_names import HostCopy, plain_name
+from narrowgauge.torch_support.torch_names import HostCopy, never_compiled, plain_name
 
 Params = nn.Module | Iterable[Any]
 """What an optimizer takes as its parameters."""
@@ -102,9 +102,8 @@ class Optimizer(torch.optim.Optimizer):
     _stepped = False
     _roster: Roster | None = None
     _is_complete = False
-    _uncompiled: Callable[..., Any] | None = None
     # Whether the last step was skipped, while this is on a device, and its counts of steps.
-    _pending: tuple[HostCopy | None, list[Tensor]] | None = None
+    _pending: tuple[Tensor | HostCopy, list[Tensor]] | None = None
 
     def __init__(
         self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str = "word",
@@ -367,6 +366,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
+    @never_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
@@ -381,11 +381,6 @@ class Optimizer(torch.optim.Optimizer):
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest parameter: Muon and GaLore 4.
         """
-        if self._uncompiled is None:  # not earlier, since the import takes a second
-            self._uncompiled = torch.compiler.disable(self._close_and_step)
-        return self._uncompiled(closure)
-
-    def _close_and_step(self, closure: Callable[[], Any] | None) -> Any:
         with torch.enable_grad():
             loss = None if closure is None else closure()
         with torch.no_grad():
@@ -396,31 +391,33 @@ class Optimizer(torch.optim.Optimizer):
         self.settle()
         before, self._roster = self._roster, None  # an error ends what was checked
         roster = before
-        if before is None or not before.fits(self):
+        if roster is None or not roster.fits(self):
             if not self._stepped:
                 names = self.parameter_names()
                 validation.check_seeds(self.param_groups, names)
                 validation.check_members(names, self.state)
             roster = Roster(self)
-        if roster is None or not roster.owners:
+        if not roster.owners:
             return
-        if not self._stepped:
-            self.kernels.warn_of_others(self.param_groups)
         self._stepped = True
-        control, may_skip = self._decide(roster)
+        control = self._decide(roster)
         # Autocast would round the operands of matrix rules.
         with torch.autocast(control.device.type, enabled=False):
             run(self, roster.batches, control)
-        self._count(roster, control, may_skip)
-        if roster is not before:
-            roster.keep(self, before)
-        roster.forget()
+        # A skipped step counts where this is not known yet, which settles later.
+        if control.is_cpu:
+            self._pending = control[1], []
+        else:
+            self._pending = HostCopy(control[1]), roster.steps()
+        if not control.is_cpu or not control[1]:
+            roster.count()
+        roster.end(self, before)
         self._roster = roster
         if control.is_cpu:  # which has nothing to wait for
             self.settle()
 
-    def _decide(self, roster: Roster) -> tuple[Tensor, bool]:
-        """Return the scalars of ``CONTROL``, and whether they may skip the step."""
+    def _decide(self, roster: Roster) -> Tensor:
+        """Return the scalars of ``CONTROL``."""
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
@@ -435,19 +432,7 @@ class Optimizer(torch.optim.Optimizer):
         if norm is not None:
             self.grad_norm = norm
         self.last_control = control
-        return control, norm is not None or found_inf is not None
-
-    def _count(self, roster: Roster, control: Tensor, may_skip: bool) -> None:
-        """Count a step: also a skipped one where this is not known yet, which settles later."""
-        skip = None
-        if may_skip:
-            skip = HostCopy(control[1])
-        counts: list[Tensor] = []
-        if not control.is_cpu:
-            counts = roster.steps()
-        self._pending = skip, counts
-        if not control.is_cpu or not control[1]:
-            roster.count()
+        return control
 
     def settle(self) -> None:
         """Finish the last step: read the skip decision and the audit from the device, and raise
@@ -457,7 +442,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         skip, counts = self._pending
         self._pending = None
-        if skip is not None and skip.item() != 0.0:
+        if skip.item() != 0.0:
             self.num_skipped += 1
             self.auditor.fresh.clear()
             if counts:
@@ -501,14 +486,14 @@ class Optimizer(torch.optim.Optimizer):
             mended = hook(self, state_dict)
             if mended is not None:
                 state_dict = mended
-        check_members(self.param_groups, state_dict)
+        members = members_of(self.param_groups, state_dict)
         groups = loaded_groups(self.rule, self.param_groups, state_dict)
         if any("storage" not in group for group in state_dict["param_groups"]):
-            moments = torch_states(groups, state_dict)
+            moments = torch_states(state_dict["state"], members)
             self.adopt({p: self.stored(p) for p in moments}, moments)
             states: Mapping[Any, Any] = self.state
         else:
-            states = saved_states(self.kernels, groups, state_dict)
+            states = saved_states(self.kernels, groups, state_dict["state"], members)
         self.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
         for loaded in self._optimizer_load_state_dict_post_hooks.values():
             loaded(self)

@@ -106,13 +106,20 @@ class Roster:
 
     # ── a step whose checks are kept ──────────────────────────────────────────────────────────────
 
-    def keep(self, optimizer: Any, before: Any) -> None:
-        """Remember how all tensors look, if the step before was like this one, by kernels alone."""
-        is_alike = before is not None and before.owners == self.owners
-        if self.is_plain and is_alike and before.names == self.names:
+    def end(self, optimizer: Any, before: Any) -> None:
+        """Remember how all tensors look, if the step before was like this one, by kernels alone. Drop
+        the tensors: the next forward pass needs their memory.
+        """
+        is_new = before is not None and before is not self
+        is_alike = is_new and (before.owners, before.names) == (self.owners, self.names)
+        if self.is_plain and is_alike:
             for group in optimizer.param_groups:
                 self.options.append({name: group.get(name) for name in CHOOSING})
             self.looks_alike = look_of(self._read(optimizer))
+        self.gradients = []
+        self.tensors = []
+        for batch in self.batches:
+            batch.forget()
 
     def fits(self, optimizer: Any) -> bool:
         """Read the next step's tensors, and return whether all look as before."""
@@ -201,10 +208,3 @@ class Roster:
         self.counts += 1
         for batch in self.batches:
             batch.num_steps += 1
-
-    def forget(self) -> None:
-        """Drop all tensors. The next forward pass needs their memory."""
-        self.gradients = []
-        self.tensors = []
-        for batch in self.batches:
-            batch.forget()

@@ -32,6 +32,9 @@
 ``torch._C._dynamo.guards.TensorGuards``
     Compare type, dtype, device, sizes and strides of all tensors of a step in one call. Alternative:
     checking each tensor at each step, four times slower, as where the name is missing.
+``torch._compile._disable_dynamo``
+    Step an optimizer uncompiled, inside a compiled function too, and import the compiler with the first
+    step. Alternative: ``torch.compiler.disable``, whose import takes a second.
 ``torch.utils._pytree.tree_map_only``
     Find tensors in module inputs and outputs, also in named tuples and transformers' outputs.
     Alternative: 15 lines.
@@ -58,6 +61,10 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
+
+
+never_compiled = torch._compile._disable_dynamo
+"""Decorate a function that no compiler traces."""
 
 
 def is_captured() -> bool:
