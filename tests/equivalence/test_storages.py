@@ -124,35 +124,8 @@ def channels_last(storage: str) -> dict[str, str]:
     return fingerprint(train(training))
 
 
-def in_micro_batches(storage: str) -> dict[str, str]:
-    """Sum 64 micro-batches, of which most cancel.
-
-    Float32 weights have one.
-    """
-
-    def give(p: Tensor, value: Tensor) -> None:
-        if value.dtype is torch.float32:
-            p.grad = value
-            return
-        p.grad = None
-        p.grad_dtype = torch.float32
-        for factor in [0, 1, *[1, -1] * 31]:
-            torch.autograd.backward(p, value * factor)
-
-    return fingerprint(train(start(storage), give=give))
-
-
-def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
-    training = start(storage)
-    for group in training.optimizer.param_groups:
-        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-    result = fingerprint(train(training))
-    return {name: value for name, value in result.items() if not name.endswith(".lr")}
-
-
 WAYS = [
     deep_copied, pickled, copied_before_the_first_step, in_float32, channels_last,
-    in_micro_batches, with_a_rate_in_a_tensor,
 ]  # fmt: skip
 
 

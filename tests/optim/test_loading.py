@@ -83,7 +83,7 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None
     group = optimizer.param_groups[0]
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-2, (0.9, 0.95), 0.01)
     for p in model.parameters():
-        assert torch.equal(optimizer.stored(p), weights[p]) and optimizer.num_steps(p) == 3
+        assert torch.equal(optimizer.stored(p), weights[p]) and optimizer.state[p]["step"] == 3
         assert torch.allclose(
             optimizer.stored(p, "exp_avg_sq"), theirs.state[p]["exp_avg_sq"], rtol=2**-8
         )
@@ -112,7 +112,7 @@ def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
     for p, q in zip(model.parameters(), copied.parameters(), strict=True):
         for name, rtol in tolerances.items():
             assert torch.allclose(new.stored(q, name), old.stored(p, name), rtol=rtol, atol=0), name
-        assert new.num_steps(q) == 3
+        assert new.state[q]["step"] == 3
 
 
 @pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
@@ -204,6 +204,6 @@ def test_load_hooks_run_as_in_torch(is_torchs: bool) -> None:
     after.load_state_dict(state)
     assert calls == [[0], "post"]
     (weight,) = parameters_of(after)
-    assert after.num_steps(weight) == 1 and not after.stored(weight, "exp_avg").any()
+    assert after.state[weight]["step"] == 1 and not after.stored(weight, "exp_avg").any()
     step_along(after, 1.0)  # the seed that the state lacks is the default
     assert after.param_groups[0]["seed"] == 0

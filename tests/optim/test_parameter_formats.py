@@ -143,11 +143,10 @@ def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them
     before = model.weight.detach().clone()
     with pytest.warns(UserWarning, match="Rounded 4,160 float32 weights .* of 'exact'"):
         first = ng.AdamW(model.named_parameters(), storage="exact")
-    assert first.rounded == ["weight", "bias"]
     assert torch.equal(first.stored(model.weight), before)
     second = ng.AdamW(model.parameters(), storage="exact")
     second.adopt({p: first.stored(p) for p in model.parameters()})
-    assert second.rounded == [] and torch.equal(second.stored(model.weight), before)
+    assert torch.equal(second.stored(model.weight), before)
     third = ng.AdamW(model.parameters(), storage="exact")
     assert not third.state and torch.equal(third.stored(model.weight), model.weight.float())
 
@@ -156,7 +155,7 @@ def test_a_module_keeps_its_batch_norms_in_float32() -> None:
     """PyTorch multiplies one format only: under autocast the forward pass once failed."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = ng.AdamW(model, lr=1e-3)
-    assert optimizer.rounded == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert {p.dtype for p in [*model[0].parameters(), *model[2].parameters()]} == {torch.bfloat16}
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(4, 8)).float().square().mean()
     loss.backward()

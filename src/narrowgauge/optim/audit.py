@@ -186,26 +186,22 @@ class Auditor:
         self.windows = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.places: dict[Tensor | None, int] = {}
         self._stalled: set[int] = set()
-        self._followed: Sample | None = None
         self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
-    def before(self, batch: Batch, every: int) -> None:
+    def before(self, batch: Batch, every: int) -> Sample | None:
         """Read what the next step reads of a sample. Call :meth:`after` when it has written."""
         is_audited = (batch.num_steps + 1) % every == 0
         if not is_audited and batch.kernel.is_matrix:
-            return
+            return None
         sample = self._samples.get(batch.owners[0])
         is_next = sample and (sample.key, sample.step) == (batch.key, batch.num_steps)
         if not sample or not is_next or batch.num_steps % TURN == 0:
             sample = self._samples[batch.owners[0]] = Sample(batch)
         sample.follow(batch, is_audited)
-        self._followed = sample
+        return sample
 
-    def after(self, batch: Batch) -> None:
+    def after(self, batch: Batch, sample: Sample) -> None:
         """Compare what was stored with what was intended."""
-        sample, self._followed = self._followed, None
-        if sample is None:
-            return
         sample.step += 1
         if sample.before is not None:
             self.fresh.append((sample, sample.step, HostCopy(sample.sums(batch))))

@@ -191,17 +191,6 @@ Fields = dict[str, Tensor]
 """The int32 bits of fields by name, in place."""
 
 
-def lane_of(
-    storage: Storage,
-    weight: Tensor,
-    gradient: Tensor,
-    words: Sequence[Tensor],
-    scales: Mapping[str, tuple[Tensor, Tensor]],
-) -> Lane:
-    """Return the lane of the words of the weight and of each plane."""
-    return Lane(weight_bits(storage.visible, weight), gradient, words, scales)
-
-
 def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) -> dict[str, Addend]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per
     element.

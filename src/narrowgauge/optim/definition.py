@@ -31,8 +31,6 @@ from narrowgauge.optim.walk import Span, integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.compile import compiled
 
-AT_ONCE = 1 << 22
-"""Elements of a call of compiled code. More gain nothing, and each temporary has as many."""
 MOST_GROWTH = 2.0**20
 """The factor by which the bound of a block grows in a step, at most."""
 
@@ -55,7 +53,8 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
             into, back, *others = others
             scales[name] = into, back
         first, *words = map(widened, stored)
-        lane = codes.lane_of(storage, first, gradient.float(), words, scales)
+        visible = codes.weight_bits(storage.visible, first)
+        lane = codes.Lane(visible, gradient.float(), words, scales)
         scalars = named(rule, values)
         visible, fields = advance(rule, storage, lane, scalars, seed, *others)
         results = [codes.weight_word(storage.visible, visible)]
@@ -69,24 +68,20 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
     return step_in_place
 
 
-def run(state: LocalState, numbers: Numbers) -> None:
+def run(state: LocalState, numbers: Numbers, *, is_compiled: bool = False) -> None:
     """Step in place. The state has its gradient. That of a matrix rule has its change."""
-    _walk(state, numbers, step_words(state.kernel.rule, state.storage))
-
-
-def run_compiled(state: LocalState, numbers: Numbers) -> None:
-    """Step in place as :func:`run` does, by compiled code."""
-    step = compiled(step_words(state.kernel.rule, state.storage))
+    step = step_words(state.kernel.rule, state.storage)
+    if not is_compiled:
+        _walk(state, numbers, step)
+        return
     # Else the bits of a code would be symbols, as sizes are.
     with torch._dynamo.config.patch(specialize_int=True):
-        _walk(state, numbers, step, AT_ONCE)
+        _walk(state, numbers, compiled(step))
 
 
-def _walk(
-    state: LocalState, numbers: Numbers, step: Callable[..., None], elements: int | None = None
-) -> None:
+def _walk(state: LocalState, numbers: Numbers, step: Callable[..., None]) -> None:
     changes = [state.change] if state.kernel.is_matrix else []
-    for span in spans(state, state.gradient, *changes, at_once=elements, writes=True):
+    for span in spans(state, state.gradient, *changes, writes=True):
         gradient, *change = span.arguments
         arguments = [integers_of(span.weight), gradient]
         arguments += [integers_of(values) for values in span.planes.values()]

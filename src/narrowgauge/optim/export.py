@@ -50,7 +50,7 @@ def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
     states: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(optimizer.parameter_names()):
         if optimizer.has_state(parameter):
-            count = float(optimizer.num_steps(parameter))
+            count = float(optimizer.state[parameter]["step"])
             states[number] = {"step": torch.tensor(count, device="cpu")}
             for name in STATE_NAMES:
                 states[number][name] = optimizer.stored(parameter, name)

@@ -69,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
             ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
             storage's visible format, and the storage keeps the bits that this cuts: put those that
             stay float32 into a group with ``storage="float32"``. Parameters in another format are
-            stored in its counterpart. ``rounded`` names those that were rounded.
+            stored in its counterpart.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
         storage: a name in ``narrowgauge.spec.STORAGES``.
@@ -140,7 +140,6 @@ class Optimizer(torch.optim.Optimizer):
         """Set what an optimizer or a copy of one begins with."""
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
-        self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
         self.ran: dict[str, str] = {}
         self._names: dict[Tensor, str] = {}
 
@@ -204,8 +203,6 @@ class Optimizer(torch.optim.Optimizer):
         if not values:
             return
         self.adopt(values)
-        names = self.parameter_names()
-        self.rounded += [names[parameter] for parameter in values]
         total = sum(value.numel() for value in values.values())
         storages = sorted({f"'{self.storage_of(parameter).name}'" for parameter in values})
         warnings.warn(ROUNDED.format(total, ", ".join(storages)), stacklevel=4)
@@ -523,5 +520,5 @@ class Optimizer(torch.optim.Optimizer):
 
 _COPIED = (
     "state", "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "scales_loss",
-    "num_skipped", "rounded", "_stays_float32", "_to_round", "_is_complete",
+    "num_skipped", "_stays_float32", "_to_round", "_is_complete",
 )  # fmt: skip

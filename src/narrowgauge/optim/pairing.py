@@ -13,7 +13,7 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.parameter_formats import is_vector
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Shapes, extras_of
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
@@ -64,7 +64,12 @@ class Kernels:
             return self.rule
         if is_vector(parameter) or group.get("rule") == ADAMW.name:
             return ADAMW
-        validation.refuse_flat(parameter, self.rule.name)
+        if parameter.ndim < 2:
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} by '{self.rule.name}' "
+                "because a flat part of a model has no matrices.",
+                "Shard by FSDP2 (fully_shard), which keeps them.",
+            )
         return self.rule
 
     def pair_of(
@@ -93,9 +98,7 @@ class Kernels:
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
         """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
         kernel = self.kernel_of(group, parameter)
-        extras: Shapes = {}
-        if kernel.is_matrix:
-            extras = extras_of(kernel.rule, parameter.shape, group)
+        extras = extras_of(kernel.rule, parameter.shape, group)
         return LocalState(parameter, state, kernel, extras)
 
     def new_state(self, group: Group, parameter: Tensor) -> State:

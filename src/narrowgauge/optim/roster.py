@@ -102,7 +102,8 @@ class Roster:
         self.tensors = tensors
         self.addresses = addresses_of(tensors)
         for batch in self.batches:
-            batch.use(tensors, self.addresses)
+            batch.tensors = tensors
+            batch.addresses = self.addresses
 
     # ── a step whose checks are kept ──────────────────────────────────────────────────────────────
 
@@ -119,7 +120,8 @@ class Roster:
         self.gradients = []
         self.tensors = []
         for batch in self.batches:
-            batch.forget()
+            batch.tensors = []
+            batch.states = []
 
     def fits(self, optimizer: Any) -> bool:
         """Read the next step's tensors, and return whether all look as before."""

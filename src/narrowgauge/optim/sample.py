@@ -112,7 +112,8 @@ class Sample:
         scales = {}
         for name, bound in zip(self.kernel.scaled, rest[len(words) :], strict=False):
             scales[name] = codes.multipliers(bound)
-        return codes.lane_of(self.storage, word_of(weight), gradient.float(), words, scales)
+        visible = codes.weight_bits(self.storage.visible, word_of(weight))
+        return Lane(visible, gradient.float(), words, scales)
 
     def follow(self, batch: Batch, is_audited: bool) -> None:
         """Step the exact moments. Before an audited step, copy what is stored."""

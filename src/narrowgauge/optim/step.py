@@ -79,7 +79,8 @@ def _step_matrix(optimizer: Any, batch: Batch, state: LocalState) -> None:
     state.place = 0
     alone = Batch(batch.place, [state])
     alone.numbers = batch.numbers
-    alone.use(state.streams(), addresses_of(state.streams()))
+    alone.tensors = state.streams()
+    alone.addresses = addresses_of(alone.tensors)
     _choose(alone, optimizer.compile)
     _write(optimizer, alone)
     state.change = None
@@ -90,15 +91,16 @@ def _write(optimizer: Any, batch: Batch) -> None:
     definition.
     """
     optimizer.ran[f"{batch.kernel.rule.name}/{batch.kernel.storage.name}"] = batch.how
+    sample = None
     if optimizer.audit_every and batch.owners:
-        optimizer.auditor.before(batch, optimizer.audit_every)
+        sample = optimizer.auditor.before(batch, optimizer.audit_every)
     if batch.table is not None:
         batch.run()
     else:
-        step = definition.run_compiled if batch.how == TORCH else definition.run
         for state in batch.states:
-            step(state, batch.numbers)
-    optimizer.auditor.after(batch)
+            definition.run(state, batch.numbers, is_compiled=batch.how == TORCH)
+    if sample is not None:
+        optimizer.auditor.after(batch, sample)
 
 
 def _choose(batch: Batch, compile: bool | None) -> None:

@@ -313,8 +313,9 @@ def set_bounds(tile, sizes, slope, weight, s, row: tl.constexpr):
 
 
 @triton.jit
-def walk(tile, sizes, numbers, control, row: tl.constexpr):
-    """Step the elements of a tile."""
+def step(table, tiles, numbers, control, row: tl.constexpr):
+    """Step the elements of a program, unless the step is skipped."""
+    tile, sizes = find(table, tiles, control, row.addresses, row.num_scaled > 0)
     s = (numbers,)
     NUM_SCALARS: tl.constexpr = row.scalars
     for k in tl.static_range(0, NUM_SCALARS):
@@ -349,13 +350,6 @@ def walk(tile, sizes, numbers, control, row: tl.constexpr):
             if row.fields[j].plane == k:
                 word |= new_words[j]
         store(tile, 1 + k, row.bytes[k], word)
-
-
-@triton.jit
-def step(table, tiles, numbers, control, row: tl.constexpr):
-    """Step the elements of a program, unless the step is skipped."""
-    tile, sizes = find(table, tiles, control, row.addresses, row.num_scaled > 0)
-    walk(tile, sizes, numbers, control, row)
 
 
 # ── the norm of gradients: the exact sum of squares, as integers at fixed places ──────────────────

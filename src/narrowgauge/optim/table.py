@@ -126,7 +126,7 @@ class Batch:
         is_dense: whether a kernel reads and writes them where they are.
         how: the language that steps them, or why the definition does.
         table: of a kernel; ``None`` without one.
-        numbers: of a step that is taken.
+        numbers, tensors, addresses: of a step that is taken: all its tensors.
     """
 
     def __init__(self, place: int, states: Sequence[LocalState]) -> None:
@@ -145,6 +145,8 @@ class Batch:
         self.how = ""
         self.table: Table | None = None
         self.numbers: Any = None
+        self.tensors: Sequence[Tensor] = ()
+        self.addresses: Any = None
 
     def lay_out(self) -> None:
         """Make the table of the kernel."""
@@ -155,11 +157,6 @@ class Batch:
         library = partial(step_cpp.functions, self.kernel.rule, self.kernel.storage)
         self.table = Table(self.device, library, row.addresses, forms, row.num_scaled)
         self.table.rows["format"] = self.formats
-
-    def use(self, tensors: Sequence[Tensor], addresses: Any) -> None:
-        """Step tensors at addresses next."""
-        self.tensors = tensors
-        self.addresses = addresses
 
     def prepare(self, group: Mapping[str, Any], control: Tensor) -> None:
         """Compute the numbers of a step from the options of the param group."""
@@ -186,11 +183,6 @@ class Batch:
         # Autograd notices a weight that was written between forward and backward pass.
         weights = [self.tensors[place] for place in self.index[:, 0].tolist()]
         torch.autograd.graph.increment_version(weights)
-
-    def forget(self) -> None:
-        """Drop what holds tensors. The next forward pass needs their memory."""
-        self.tensors = []
-        self.states = []
 
 
 def streams_of(states: Sequence[LocalState]) -> list[Tensor]:

@@ -43,8 +43,6 @@ def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
     for name in group:
         check_option(group, name, rule)
     _check_vectors(group, rule)
-    if rule.name == "sgd":
-        _check_nesterov(group)
 
 
 def check_was_added(place: int, group: Mapping[str, Any]) -> None:
@@ -96,6 +94,14 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
         )
     elif row is not None and name in row.option_names:
         row.check(name, value)
+        momentum = group.get("momentum")
+        dampening = group.get("dampening")
+        is_odd = rule.name == "sgd" and (momentum == 0 or dampening != 0)
+        if name == "nesterov" and value and is_odd:
+            raise RecipeError(
+                f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
+                "Try momentum above 0 and dampening = 0.",
+            )
     elif row is not None and value is not None and value is not False:
         _refuse_unknown(name, rule.name)
 
@@ -127,16 +133,6 @@ def _refuse_unknown(name: str, rule: str) -> None:
         )
 
 
-def _check_nesterov(group: Mapping[str, Any]) -> None:
-    momentum = group.get("momentum")
-    dampening = group.get("dampening")
-    if group.get("nesterov") and (momentum == 0 or dampening != 0):
-        raise RecipeError(
-            f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
-            "Try momentum above 0 and dampening = 0.",
-        )
-
-
 def _check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse vectors that AdamW would step at a rate of Muon's, tens of times too large."""
     has_one_rate = group.get("adjust_lr_fn") == "match_rms_adamw"
@@ -150,16 +146,6 @@ def _check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
                 "Give vectors a group of their own: {'params': vectors, 'rule': 'adamw', 'lr': "
                 "3e-4}. Or set adjust_lr_fn='match_rms_adamw': one rate of AdamW serves both then.",
             )
-
-
-def refuse_flat(parameter: Tensor, rule: str) -> None:
-    """Refuse a flat part of a model in the place of its matrices."""
-    if parameter.ndim < 2:
-        raise RecipeError(
-            f"Cannot step a parameter of shape {tuple(parameter.shape)} by '{rule}' because a flat "
-            "part of a model has no matrices.",
-            "Shard by FSDP2 (fully_shard), which keeps them.",
-        )
 
 
 def device_of_step(parameters: Iterable[Tensor]) -> torch.device:

@@ -62,7 +62,8 @@ class Span:
         for name, bound in self.bounds.items():
             into, back = codes.multipliers(bound)
             scales[name] = self.spread(into), self.spread(back)
-        return codes.lane_of(self.storage, word_of(self.weight), gradient, words, scales)
+        visible = codes.weight_bits(self.storage.visible, word_of(self.weight))
+        return Lane(visible, gradient, words, scales)
 
     def spread(self, of_blocks: Tensor) -> Tensor:
         """Return a value of each block for each of its elements."""
@@ -86,14 +87,12 @@ class Span:
 def spans(
     state: LocalState,
     *arguments: Tensor,
-    at_once: int | None = None,
     writes: bool = False,
 ) -> Iterator[Span]:
     """Walk over rows of a state, ``[rows, columns]``.
 
     Args:
         arguments: tensors in the parameter's shape.
-        at_once: elements of a span, about.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
     visible = getattr(torch, state.storage.visible)
@@ -102,10 +101,9 @@ def spans(
         live.append(plane.data if writes else plane)
     tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]
     rows, columns = state.form
-    if at_once is None:
-        at_once = chunk_size(live[0].device)
-        if state.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
-            at_once //= 4
+    at_once = chunk_size(live[0].device)
+    if state.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
+        at_once //= 4
     most = max(1, at_once // max(1, columns))
     for start in range(0, rows if columns else 0, most):
         part = slice(start, start + most)
