@@ -38,7 +38,7 @@ from narrowgauge.optim.parameter_formats import (
 )
 from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.optim.state import LocalState, State, bytes_per_param
+from narrowgauge.optim.state import State, bytes_per_param
 from narrowgauge.optim.step import run
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
@@ -355,11 +355,6 @@ class Optimizer(torch.optim.Optimizer):
         there are.
         """
         return bytes_per_param(self)
-
-    def num_steps(self, parameter: Tensor) -> int:
-        """Return the number of steps that a parameter has taken. Wait for the last step."""
-        self.settle()
-        return int(self.state.get(parameter, {}).get("step", 0))
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
