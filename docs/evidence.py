@@ -201,7 +201,7 @@ def range_of(runs: list[Row], field: str) -> str:
     if not values or isinstance(values[0], str):
         return values[0] if values else "–"
     ends = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
-    if "repeat" not in runs[0]:
+    if "repeat" not in runs[0] or " to " not in ends:
         return ends
     return f"{statistics.median(values):.3g} ({ends})"
 
