@@ -142,16 +142,18 @@ def optimizer_of(model) -> torch.optim.Optimizer:
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer with a low-rank update."""
+    """A frozen linear layer with a low-rank update that can be merged into it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.randn(4, WIDTH, dtype=linear.weight.dtype) / WIDTH**0.5)
         self.lora_b = nn.Parameter(0.05 * torch.randn(WIDTH, 4, dtype=linear.weight.dtype))
+        self.is_merged = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + x @ self.lora_a.T @ self.lora_b.T
+        y = self.linear(x)
+        return y if self.is_merged else y + x @ self.lora_a.T @ self.lora_b.T
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class Settings:
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     loss_scale: float = 0.0
+    growth_interval: int = 20
     dropout: float = 0.0
     is_tied: bool = False
     has_adapters: bool = False
@@ -203,7 +206,7 @@ class Loop:
         # at start
 
     def new_scaler(self, scale: float) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=20)
+        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=self.settings.growth_interval)
 
     def groups(self) -> Groups:
         """Decay matrices, not vectors."""
@@ -292,6 +295,14 @@ class Loop:
             self.optimizer.state[p] = copy.deepcopy(state)
         # at resume
 
+    def before_evaluation(self) -> None:
+        self.model.eval()
+        # before evaluation
+
+    def after_evaluation(self) -> None:
+        self.model.train()
+        # after evaluation
+
     def run(self) -> list[float]:
         """Train, and return the loss of each step."""
         while self.step < self.steps:
@@ -303,10 +314,10 @@ class Loop:
             self.after_step(loss)
             self.losses.append(float(loss))
             if self.settings.evaluates and self.step % self.evaluate_every == 0:
-                self.model.eval()
+                self.before_evaluation()
                 with torch.no_grad():
                     self.summed(self.batches(10_000)[0])
-                self.model.train()
+                self.after_evaluation()
         return self.losses
 
     def one_step(self) -> Tensor:

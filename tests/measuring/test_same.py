@@ -118,11 +118,24 @@ def test_another_way_to_the_same_result_is_of_rounding(way: str, dtype: torch.dt
     assert "larger than rounding" in result.looked_at
 
 
+def test_a_side_that_trains_beside_one_that_evaluates_is_named() -> None:
+    trainer = model_of().train()
+    server = copy.deepcopy(trainer).eval()
+    for pair, side in (((trainer, server), "first"), ((server, trainer), "second")):
+        result = ng.same(*pair, TOKENS)
+        assert [*result.unseen] == [f"the {side} in training mode, as it was passed"]
+        assert result.lines[-1] == "In evaluation mode, the bits are equal."
+
+
 def test_a_copy_has_equal_bits_and_a_narrower_server_is_of_rounding() -> None:
     trainer = model_of()
     for server in (copy.deepcopy(trainer), torch.compile(copy.deepcopy(trainer))):
         result = ng.same(trainer, server, {"input_ids": TOKENS})
-        assert result.ok and result.lines[-1] == "The bits are equal." and not result.unseen
+        assert (
+            result.ok
+            and result.lines[-1] == "In evaluation mode, the bits are equal."
+            and not result.unseen
+        )
     server = model_of(BFLOAT16)
     mask = torch.ones_like(TOKENS)
     mask[:, 9:] = 0
@@ -194,7 +207,7 @@ def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> Non
         for pair in ((model, model), (model_of(), model), (model, model_of())):
             result = ng.same(*pair, TOKENS)
             assert "draws random numbers" in str(result.unseen), result
-            assert "The bits are equal." not in result.lines, result
+            assert "In evaluation mode, the bits are equal." not in result.lines, result
 
 
 # ── two sets of weights ───────────────────────────────────────────────────────────────────────────
@@ -302,7 +315,9 @@ def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> No
     other = edited(model, f"{LAYER}.self_attn.q_proj.weight", "data", 1.5)
     save_distributed({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for weights in (model.state_dict(), tmp_path / "dcp"):
-        assert ng.same(model, weights, TOKENS).lines[-1] == "The bits are equal."
+        assert (
+            ng.same(model, weights, TOKENS).lines[-1] == "In evaluation mode, the bits are equal."
+        )
         assert ng.same(weights, other, TOKENS)[-1].what == "other-outputs"
         assert not len(ng.same(weights, model))
     with pytest.raises(ng.errors.DataError, match="no forward pass"):

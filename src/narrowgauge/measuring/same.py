@@ -78,7 +78,7 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         >>> import torch, narrowgauge as ng
         >>> trainer = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
         >>> print(ng.same(trainer, trainer, torch.arange(8).view(2, 4)).lines[-1])
-        The bits are equal.
+        In evaluation mode, the bits are equal.
     """
     result = Same()
     if batch is None or (isinstance(first, HAS_WEIGHTS) and isinstance(second, HAS_WEIGHTS)):
@@ -87,6 +87,12 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         return result
     ours = _called(first, second)
     theirs = _called(second, first)
+    trains = [isinstance(side, nn.Module) and side.training for side in (ours, theirs)]
+    if isinstance(ours, nn.Module) and isinstance(theirs, nn.Module) and trains[0] != trains[1]:
+        name = "first" if trains[0] else "second"
+        result.unseen[f"the {name} in training mode, as it was passed"] = (
+            "both ran in evaluation mode"
+        )
     with generators_put_back():
         codes = {row["codes"] for row in result.rows if row["codes"]}
         if codes:
@@ -265,7 +271,7 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
         if shapes[0] != shapes[1]:
             missing.append(place)
     if not missing and _are_equal(ours, theirs):
-        result.lines.append("The bits are equal.")
+        result.lines.append("In evaluation mode, the bits are equal.")
         return
     result.looked_at = "no difference is larger than rounding gives"
     unit = max(ours.unit(), theirs.unit())
