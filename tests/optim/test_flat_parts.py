@@ -38,6 +38,12 @@ def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
     assert len(stored[1].unique()) > 100
 
 
+def test_a_storage_that_most_elements_do_not_have_is_named() -> None:
+    optimizer = ng.AdamW([("weight", vector(LONGEST_VECTOR - 1))], storage="word")
+    with pytest.warns(UserWarning, match="1,048,575 of 1,048,575 elements are in storage 'master'"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [ng.Muon, GaLore])
 def test_a_flat_part_has_no_matrices(kind: Any) -> None:
     matrix = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))

@@ -391,6 +391,8 @@ class Optimizer(torch.optim.Optimizer):
             roster = Roster(self)
         if not roster.owners:
             return
+        if not self._stepped:
+            self.kernels.warn_of_others(self.param_groups)
         self._stepped = True
         control = self._decide(roster)
         # Autocast would round the operands of matrix rules.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.parameter_formats import is_vector
+from narrowgauge.optim.parameter_formats import LONGEST_VECTOR, is_vector
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
@@ -94,6 +96,24 @@ class Kernels:
                 "states always give larger new states.",
             )
         return rule, storage
+
+    def warn_of_others(self, groups: Sequence[Group]) -> None:
+        """Warn where most elements have another storage than the one that their group asks for."""
+        numbers: Counter[tuple[str, str]] = Counter()
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    storage = self.kernel_of(group, parameter).storage
+                    numbers[group["storage"], storage.name] += parameter.numel()
+        for (asked, name), number in numbers.items():
+            is_other = asked.rpartition("/")[2] != name.rpartition("/")[2]
+            if is_other and 2 * number > numbers.total() > LONGEST_VECTOR // 16:
+                warnings.warn(
+                    f"{number:,} of {numbers.total():,} elements are in storage '{name}', not "
+                    f"'{asked}', because of their format or shape. narrowgauge show storages has the "
+                    "bytes of each; flat float32 parts of a model can have 'float32-states8'.",
+                    stacklevel=3,
+                )
 
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
         """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
