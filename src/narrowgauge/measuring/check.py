@@ -103,7 +103,8 @@ def check(
         words = "the loop copies them after the step; ng.watch sees it"
         result.unseen["whether weights follow their masters"] = words
     gradients: Gradients = {}
-    looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
+    held = counted(len(set_up.trained), "tensor")
+    looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
     if loss is not None:
         gradients = _compare(set_up, batch, loss, backward, result)
         result = all_ranks().gather(result)[0]  # every rank returns the same
