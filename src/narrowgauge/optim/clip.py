@@ -69,9 +69,8 @@ def step_control(
     if is_host:
         numbers = np.array([math.sqrt(squares or 0.0), *options], np.float32)
         with np.errstate(all="ignore"):
-            decision = torch.tensor(
-                list(map(float, decide(np, numbers[0], numbers[1:]))), device="cpu"
-            )
+            values = [float(x) for x in decide(np, numbers[0], numbers[1:])]
+        decision = torch.tensor(values, dtype=torch.float32, device="cpu")
     else:
         size = options[0].new_zeros(()) if squares is None else sqrt(squares).float()
         decision = torch.stack([x.float() for x in decide(torch, size, options)])
