@@ -24,6 +24,16 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return list(optimizer.param_groups[0]["params"])
 
 
+def trained_and_resumed() -> list[torch.optim.Optimizer]:
+    """Return two optimizers of two parts each: one after a step, one before it."""
+    pair: list[torch.optim.Optimizer] = []
+    for _ in range(2):
+        parts = [("first", vector(9, torch.float32)), ("second", vector(8, torch.float32))]
+        pair.append(ng.AdamW(parts, storage="float32"))
+    pair[0].step()
+    return pair
+
+
 def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
     """Elements of 1 keep low bits of zero in a gain alone."""
     stored = {}
@@ -55,12 +65,8 @@ def test_a_flat_part_has_no_matrices(kind: Any) -> None:
 
 def test_parts_that_are_shown_in_turn_step_after_a_load() -> None:
     """ZeRO 3 shows an optimizer one part of its parameters a step."""
-    optimizers = []
-    for _ in range(2):
-        parts = [("first", vector(9, torch.float32)), ("second", vector(8, torch.float32))]
-        optimizers.append(ng.AdamW(parts, storage="float32"))
+    optimizers = trained_and_resumed()
     trained, resumed = optimizers
-    trained.step()
     for part, value in zip(parts_of(resumed), parts_of(trained), strict=True):
         part.data.copy_(value.detach())
     resumed.load_state_dict(trained.state_dict())
@@ -76,12 +82,7 @@ def test_parts_that_are_shown_in_turn_step_after_a_load() -> None:
 
 def test_a_parameter_that_took_the_place_of_one_with_a_state_is_refused() -> None:
     """As ``resize_token_embeddings`` replaces one of many."""
-    pair = []
-    for _ in range(2):
-        parts = [("first", vector(9, torch.float32)), ("second", vector(8, torch.float32))]
-        pair.append(ng.AdamW(parts, storage="float32"))
-    trained, resumed = pair
-    trained.step()
+    trained, resumed = trained_and_resumed()
     resumed.load_state_dict(trained.state_dict())
     resumed.param_groups[0]["params"][1] = vector(8, torch.float32)
     with pytest.raises(RecipeError, match="took the place"):

@@ -441,7 +441,7 @@ def watch(
     * the fraction of the update that the formats of the weights store, for optimizers whose step on a copy
       of some elements gives the same result;
     * a weight that jumps;
-    * gradients that are zero, or that are beyond the limit of the clip;
+    * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
     * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients and weights that differ in any bit, and the only rank that has others.
 

@@ -87,12 +87,11 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         return result
     ours = _called(first, second)
     theirs = _called(second, first)
-    trains = [isinstance(side, nn.Module) and side.training for side in (ours, theirs)]
-    if isinstance(ours, nn.Module) and isinstance(theirs, nn.Module) and trains[0] != trains[1]:
-        name = "first" if trains[0] else "second"
-        result.unseen[f"the {name} in training mode, as it was passed"] = (
-            "both ran in evaluation mode"
-        )
+    are_modules = isinstance(ours, nn.Module) and isinstance(theirs, nn.Module)
+    if are_modules and ours.training != theirs.training:
+        name = "first" if ours.training else "second"
+        what = f"the {name} in training mode, as it was passed"
+        result.unseen[what] = "both ran in evaluation mode"
     with generators_put_back():
         codes = {row["codes"] for row in result.rows if row["codes"]}
         if codes:

@@ -1,7 +1,8 @@
-"""One step of an optimizer: one launch for each kernel, and the definition where no kernel runs.
+"""One step of an optimizer: a launch for each kernel of a param group, and the definition where no
+kernel runs.
 
-Elementwise rules step the tensors of a param group by one launch (:mod:`narrowgauge.optim.table`). A matrix rule
-steps one parameter at a time, whole on every rank:
+An elementwise rule steps the tensors of a param group that have taken as many steps by one launch
+(:mod:`narrowgauge.optim.table`). A matrix rule steps one parameter at a time, whole on every rank:
 
 1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
 2. The average is gathered. Every rank computes ``MatrixRule.direction`` of the matrix, or of each
