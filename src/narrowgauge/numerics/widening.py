@@ -64,7 +64,7 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
         return torch.addmm(x, a, b, beta=beta, alpha=alpha)
-    return torch.addmm(x.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(x.dtype)
+    return x.float().addmm_(a.float(), b.float(), beta=beta, alpha=alpha).to(x.dtype)
 
 
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())

@@ -181,7 +181,7 @@ class Muon(Optimizer):
         betas, eps: AdamW's, for parameters of fewer than two dims.
 
     Cost: ``ns_steps · (2 s · rows · cols + s³)`` multiply-adds a step; ``s`` is the shorter side. Transient memory holds four
-        float32 copies of the matrix.
+        float32 copies of the matrix, five on a CPU without bfloat16 products.
 
     Example:
         >>> import torch, narrowgauge as ng
