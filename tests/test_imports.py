@@ -8,11 +8,15 @@ import ast
 import functools
 import graphlib
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
+import networkx
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "narrowgauge"
 ORDER = (
     "errors", "spec", "runs", "planner", "report", "torch_support", "numerics", "matmul", "transforms", "optim",
     "distributed", "assembly", "measuring", "trainer", "integrations", "cli", "__main__",
@@ -21,15 +25,23 @@ ORDER = (
 SIDE_BY_SIDE = {"matmul", "transforms", "optim", "distributed"}
 """Packages that never import each other."""
 LIGHT = {
-    "torch_support.machine",
-    *(f"measuring.{name}" for name in (
-        "reading", "kinds", "step", "columns", "settings", "comparison", "intervals", "labels", "laws",
-        "update_laws", "gradient_laws", "loss_laws", "diagnose", "two_runs",
-    )),
-}  # fmt: skip
+    f"measuring.{name}"
+    for name in (
+        "reading",
+        "kinds",
+        "step",
+        "settings",
+        "comparison",
+        "labels",
+        "laws",
+        "update_laws",
+        "gradient_laws",
+        "loss_laws",
+        "diagnose",
+        "two_runs",
+    )  # fmt: skip
+}
 """Modules of a package above that need no PyTorch, so that any package may import them."""
-ABOVE = {("assembly", "measuring.hooks"), ("assembly", "measuring.step")}
-"""What else a package imports from one above it."""
 
 
 @functools.cache
@@ -53,16 +65,44 @@ def imports() -> dict[str, list[str]]:
 
 
 def test_imports_point_down() -> None:
+    """And each exception is needed, by a package below or by another exception."""
     faults = []
+    needed = set()
     for module, names in imports().items():
         package = module.partition(".")[0]
         for name in set(names) & imports().keys() if package else ():
             target = name.partition(".")[0]
             is_beside = {package, target} <= SIDE_BY_SIDE and package != target
-            is_above = ORDER.index(target) > ORDER.index(package) and name not in LIGHT
-            if is_beside or (is_above and (package, name) not in ABOVE):
+            is_above = ORDER.index(target) > ORDER.index(package)
+            if is_above or module in LIGHT:
+                needed.add(name)
+            if is_beside or (is_above and name not in LIGHT):
                 faults.append(f"{module} imports {name}")
     assert len(imports()) >= 10 and not faults, "\n".join(faults)
+    assert needed >= LIGHT
+
+
+def test_the_picture_of_the_packages_is_drawn_from_the_imports(update_golden: bool) -> None:
+    """Without an arrow where others lead to the same package."""
+    graph = networkx.DiGraph()
+    for module, names in imports().items():
+        package = module.partition(".")[0]
+        for name in set(names) & imports().keys() if package else ():
+            target = name.partition(".")[0]
+            if ORDER.index(target) < ORDER.index(package):
+                graph.add_edge(package, target)
+    graph.remove_nodes_from(["errors", "__main__"])
+    arrows = [
+        f"    {package} --> {target}"
+        for package, target in networkx.transitive_reduction(graph).edges
+    ]
+    page = ROOT / "ARCHITECTURE.md"
+    text = page.read_text(encoding="utf-8")
+    drawn = re.sub(r"(graph TD\n)[^`]*", "\\1" + "\n".join(sorted(arrows)) + "\n", text)
+    if update_golden:
+        page.write_text(drawn, encoding="utf-8")
+        text = drawn
+    assert drawn == text, "run ./dev test -n0 --update-golden"
 
 
 def test_no_two_files_import_each_other() -> None:
