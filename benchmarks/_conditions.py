@@ -111,3 +111,15 @@ def keep(file: Path, rows: Sequence[Record], **shared: Any) -> None:
                 if isinstance(value, float):
                     record[name] = float(f"{value:.4g}")
             stream.write(json.dumps(record | {"digests": {row["row"]: held}}) + "\n")
+
+
+def replace(file: Path, rows: Sequence[Record]) -> None:
+    """Write rows into a file of records, over those of the same names, under today's conditions."""
+    records = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        records[record["row"]] = record
+    for row in rows:
+        records[row["row"]] = records.get(row["row"], {}) | row | conditions()
+    text = "".join(json.dumps(record) + "\n" for record in records.values())
+    file.write_text(text, encoding="utf-8")

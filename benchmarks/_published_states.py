@@ -1,5 +1,5 @@
-"""Optimizer states in 8 bits as others publish them, by their formulas, in float32: rows of
-benchmarks to stand beside ours.
+"""AdamW that rounds its weights and states in float32: as others publish their 8-bit states, or as a
+row's options say.
 
 =============  ===========================================================  =====================================
 row            moments                                                      weight beside the bfloat16 one
@@ -22,25 +22,27 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Rounding = Callable[[Tensor], Tensor]
 E4M3 = torch.float8_e4m3fn
 
 
 class PublishedStates(NamedTuple):
-    """One published way to store a weight and its moments.
+    """One way to store a weight and its moments.
 
     Args:
-        weight: returns the bfloat16 weight that the model sees, and the one that is stored.
+        weight: returns the weight that the model sees, and the one that is stored.
         exp_avg, exp_avg_sq: return the moments that are stored.
-        bytes_per_param: of weight, bfloat16 gradient and everything else.
+        bytes_per_param: of weight, gradient and everything else.
+        grad: returns the gradient that is stored.
     """
 
     weight: Callable[[Tensor], tuple[Tensor, Tensor]]
     exp_avg: Rounding
     exp_avg_sq: Rounding
     bytes_per_param: float
+    grad: Rounding
 
 
 # ── a scale for a tensor, or for a row ────────────────────────────────────────────────────────────
@@ -147,104 +149,111 @@ def root(groups: Tensor) -> Tensor:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def master(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.bfloat16(), x
-
-
-def narrow(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Return a weight of which only a rounded value is stored, and which the model sees."""
-    stored = rounding(x)
-    return stored.bfloat16(), stored
-
-
 def same(x: Tensor) -> Tensor:
     return x
 
 
+def alone(x: Tensor, rounding: Rounding = same) -> tuple[Tensor, Tensor]:
+    """Return a weight of which only a rounded value is stored, and which the model sees."""
+    stored = rounding(x)
+    return stored, stored
+
+
 HALF = partial(by_power_of_two, dtype=torch.float16)
 EXPANDED = partial(grouped, size=128, rounding=expanded)
-PUBLISHED = {
+WIDE = PublishedStates(alone, same, same, 16, same)
+FORMULAS = {
     # Peng et al. 2023 (2310.18313); MS-AMP at 4480ffa, optim/adamw.cu
-    "fp8-lm": PublishedStates(
-        partial(narrow, rounding=HALF), partial(by_power_of_two, dtype=E4M3), HALF, 9
+    "published/fp8-lm": PublishedStates(
+        partial(alone, rounding=HALF), partial(by_power_of_two, dtype=E4M3), HALF, 9, same
     ),
     # Xi et al. 2025 (2410.19313); its release at 80ec99f
-    "coat": PublishedStates(master, EXPANDED, EXPANDED, 10 + 24 / 128),
+    "published/coat": PublishedStates(alone, EXPANDED, EXPANDED, 10 + 24 / 128, same),
     # FlashOptim (2602.23349)
-    "flashoptim": PublishedStates(
+    "published/flashoptim": PublishedStates(
         split_weight,
         partial(grouped, size=32, rounding=softsign),
         partial(grouped, size=32, rounding=root),
         7 + 4 / 32,
+        same,
     ),
-}
-VECTORS = PublishedStates(master, same, same, 16)
-
-
-# Rows that must lose: the weight itself in 8 bits, as in FP8-LM's ablation (2310.18313, table 6,
-# #3), and Collage's parts (2405.03637) in 8 bits, for which it gives no formula. The arithmetic is
-# float32's.
-def seen_in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    seen = by_row(x).bfloat16()
-    return seen, seen.float()
-
-
-CONTROLS = {
-    "nearest8": PublishedStates(seen_in_eight_bits, same, same, 11),
-    "float8/collage-plus": PublishedStates(
-        lambda x: (x.bfloat16(), by_three(x)), by_row, by_three, 11
-    ),
+    # Rows that must lose: the weight itself in 8 bits, as in FP8-LM's ablation (2310.18313, table 6,
+    # #3), and Collage's parts (2405.03637) in 8 bits, for which it gives no formula. The arithmetic
+    # is float32's.
+    "nearest8": PublishedStates(partial(alone, rounding=by_row), same, same, 11, same),
+    "float8/collage-plus": PublishedStates(lambda x: (x, by_three(x)), by_row, by_three, 11, same),
 }
 
 
-class PublishedAdamW(torch.optim.Optimizer):
-    """AdamW over bfloat16 weights, of which matrices are stored as a row says.
+# ── roundings that a row names ────────────────────────────────────────────────────────────────────
 
-    A weight moves by moments that are not rounded yet. Vectors have float32 masters and moments.
+
+def linear(x: Tensor) -> Tensor:
+    """Round to multiples of a 255th of the largest."""
+    step = x.abs().max().clamp(min=1e-30) / 255
+    return (x / step).round() * step
+
+
+def scaled(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to nearest, with a scale that takes the largest to the format's largest."""
+    scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(dtype).max
+    return (x / scale).to(dtype).float() * scale
+
+
+ROUNDINGS: dict[str, Rounding] = {
+    "linear": linear,
+    "e5m2": lambda x: x.to(torch.float8_e5m2).float(),
+    "e4m3-scaled": partial(scaled, dtype=E4M3),
+    "e5m2-scaled": partial(scaled, dtype=torch.float8_e5m2),
+}
+
+
+def rounded_states(options: dict[str, str]) -> PublishedStates:
+    """Return float32 states, of which some are rounded: ``{"exp_avg_sq": "e5m2"}``."""
+    roundings: dict[str, Any] = {name: ROUNDINGS[how] for name, how in options.items()}
+    if "weight" in roundings:
+        roundings["weight"] = partial(alone, rounding=roundings["weight"])
+    return WIDE._replace(**roundings)
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """torch's AdamW over float32 masters. Those of matrices, and their moments, are rounded after
+    each step.
+
+    A weight moves by moments that are not rounded yet. Vectors stay in float32.
     """
 
     def __init__(self, groups: Any, row: PublishedStates, **options: Any) -> None:
         super().__init__(groups, options)
         self.row = row
+        self.masters: dict[Tensor, nn.Parameter] = {}
+        inner = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                stored = self.row_of(p).weight(p.detach().float())[1]
+                self.masters[p] = nn.Parameter(stored.clone())
+            inner.append({**group, "params": [self.masters[p] for p in group["params"]]})
+        self.inner = torch.optim.AdamW(inner)
+
+    def row_of(self, p: Tensor) -> PublishedStates:
+        return self.row if p.ndim > 1 else WIDE
 
     def stored(self, p: Tensor) -> Tensor:
         """Return the weight that is stored, float32."""
-        return self.stored_values(p)["weight"]
-
-    def stored_values(self, p: Tensor) -> dict[str, Any]:
-        """Return what is stored of a weight and its moments."""
-        state: dict[str, Any] = self.state[p]
-        if not state:
-            zeros = torch.zeros_like(p, dtype=torch.float32)
-            weight = self.row_of(p).weight(p.detach().float())[1]
-            state |= {"step": 0, "weight": weight, "exp_avg": zeros, "exp_avg_sq": zeros}
-        return state
-
-    def row_of(self, p: Tensor) -> PublishedStates:
-        return self.row if p.ndim > 1 else VECTORS
+        return self.masters[p].detach()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.stored_values(p)
-                row = self.row_of(p)
-                weight, first, second = stepped(state, p.grad.float(), group)
-                seen, state["weight"] = row.weight(weight)
-                state["exp_avg"] = row.exp_avg(first)
-                state["exp_avg_sq"] = row.exp_avg_sq(second)
-                p.copy_(seen)
-
-
-def stepped(
-    state: dict[str, Any], g: Tensor, group: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight and its moments after a step of AdamW."""
-    beta1, beta2 = group["betas"]
-    lr = group["lr"]
-    state["step"] += 1
-    first = beta1 * state["exp_avg"] + (1 - beta1) * g
-    second = beta2 * state["exp_avg_sq"] + (1 - beta2) * g * g
-    root = (second / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
-    weight = state["weight"] * (1 - lr * group["weight_decay"])
-    return weight - lr * (first / (1 - beta1 ** state["step"])) / root, first, second
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["lr"] = group["lr"]
+        for p, master in self.masters.items():
+            master.grad = self.row_of(p).grad(p.grad.float())
+        self.inner.step()
+        for p, master in self.masters.items():
+            row = self.row_of(p)
+            state = self.inner.state[master]
+            seen, stored = row.weight(master)
+            p.copy_(seen)
+            master.copy_(stored)
+            state["exp_avg"].copy_(row.exp_avg(state["exp_avg"]))
+            state["exp_avg_sq"].copy_(row.exp_avg_sq(state["exp_avg_sq"]))

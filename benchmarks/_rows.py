@@ -14,20 +14,19 @@ row                                 optimizer
 Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``turned`` turns the
 lowest bfloat16 bit of one weight before the run, which shows how far two equal runs end apart; ``lora`` or
 ``dora`` before it trains adapters of rank 16 alone, and ``dora galore/word rank=4`` is GradNormLoRP
-(2412.19616) as its authors' scripts run it; ``sums=nearest`` or ``sums=stochastic`` keeps sums of gradients in
-e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
+(2412.19616) as its authors' scripts run it; ``decay=0`` is the weight decay of matrices; ``sums=nearest`` or
+``sums=stochastic`` keeps sums of gradients in e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from _peers import PEERS, bytes_held
-from _published_states import CONTROLS, PUBLISHED, PublishedAdamW
+from _published_states import FORMULAS, RoundedAdamW, rounded_states
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -35,7 +34,6 @@ from narrowgauge.numerics.rounding import round_nearest, round_stochastic
 from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
 
-FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | CONTROLS
 PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
 Options = dict[str, Any]
 
@@ -61,56 +59,7 @@ def row_of(text: str) -> Row:
     return Row(name, adapters, "random" in words, "turned" in words, options)
 
 
-# ── roundings ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def linear(x: Tensor) -> Tensor:
-    """Round to multiples of a 255th of the largest."""
-    step = x.abs().max().clamp(min=1e-30) / 255
-    return (x / step).round() * step
-
-
-def scaled(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a rounding to nearest, with a scale that takes the largest to the format's largest."""
-
-    def rounding(x: Tensor) -> Tensor:
-        scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(dtype).max
-        return (x / scale).to(dtype).float() * scale
-
-    return rounding
-
-
-ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": linear,
-    "e5m2": lambda x: x.to(torch.float8_e5m2).float(),
-    "e4m3-scaled": scaled(torch.float8_e4m3fn),
-    "e5m2-scaled": scaled(torch.float8_e5m2),
-}
-
-
-class RoundedAdamW(torch.optim.AdamW):
-    """AdamW that rounds some of its matrices: ``grad`` before a step, ``weight``, ``exp_avg`` and
-    ``exp_avg_sq`` after it.
-    """
-
-    def __init__(self, groups: Any, roundings: dict[str, str], **options: Any) -> None:
-        super().__init__(groups, **options)
-        self.roundings = {name: ROUNDINGS[how] for name, how in roundings.items()}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        matrices = []
-        for group in self.param_groups:
-            matrices += [p for p in group["params"] if p.ndim > 1 and p.grad is not None]
-        for name, rounding in self.roundings.items():
-            for p in matrices if name == "grad" else ():
-                p.grad.copy_(rounding(p.grad))
-        loss = super().step(closure)
-        for name, rounding in self.roundings.items():
-            for p in matrices if name != "grad" else ():
-                tensor = p if name == "weight" else self.state[p][name]
-                tensor.copy_(rounding(tensor))
-        return loss
+# ── sums of micro-batches ─────────────────────────────────────────────────────────────────────────
 
 
 class Float8Sums:
@@ -195,16 +144,6 @@ def turn_a_bit(model: nn.Module) -> None:
             return
 
 
-def draw_low_bits(model: nn.Module, seed: int) -> None:
-    """Give float32 copies of bfloat16 weights the low bits that our optimizer draws."""
-    narrow = ng.cast_parameters(copy.deepcopy(model), torch.bfloat16)
-    optimizer = ng.AdamW(narrow.named_parameters(), lr=0.0, storage="exact", seed=seed)
-    for parameter in narrow.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    model.load_state_dict(ng.full_weights(narrow, optimizer))
-
-
 def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim.Optimizer:
     """Give the model the layers of a recipe, and return our optimizer."""
     rule, _, storage = row.name.partition("/")
@@ -252,27 +191,21 @@ def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.
     if row.adapters:
         give_adapters(model, row.adapters, seed)
     others = {"lr": options["lr"], "betas": options["betas"], "eps": 1e-8}
-    decay = options["weight_decay"]
+    decay = float(row.options.pop("decay", options["weight_decay"]))
     if row.name == "autocast":
-        if row.is_random:
-            draw_low_bits(model, seed)
-        return RoundedAdamW(decayed(model, decay), row.options, **others)
-    if row.name in PEERS_BY_NAME:
+        return RoundedAdamW(decayed(model, decay), rounded_states(row.options), **others)
+    if row.name in PEERS_BY_NAME or row.name in FORMULAS:
         ng.cast_parameters(model, torch.bfloat16)
         groups = decayed(model, decay)
-        return PEERS_BY_NAME[row.name].make(groups, weight_decay=decay, **others)
-    if row.name in FORMULAS:
-        ng.cast_parameters(model, torch.bfloat16)
-        groups = decayed(model, decay)
-        return PublishedAdamW(groups, FORMULAS[row.name], weight_decay=decay, **others)
-    return ours(row, model, seed, {**options, "eps": 1e-8})
+        if row.name in FORMULAS:
+            return RoundedAdamW(groups, FORMULAS[row.name], **others)
+        return PEERS_BY_NAME[row.name].make(groups, **others)
+    return ours(row, model, seed, {**options, "eps": 1e-8, "weight_decay": decay})
 
 
 def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of weight, gradient and states for each parameter."""
     if isinstance(optimizer, RoundedAdamW):
-        return 16.0
-    if isinstance(optimizer, PublishedAdamW):
         return optimizer.row.bytes_per_param
     if isinstance(optimizer, ng.Optimizer):
         return float(optimizer.bytes_per_param())

@@ -44,8 +44,7 @@ class Start:
     Args:
         train: token ids in one row, int64.
         held_out: blocks of token ids, ``[blocks, length + 1]``; targets are one place later.
-        unigram, bigram: losses of token frequencies and of pairs of tokens of ``train`` on
-            ``held_out``, in nats per token.
+        unigram: the loss of the token frequencies of ``train`` on ``held_out``, in nats per token.
         text: the hash of all tokens, and of how many are held out.
     """
 
@@ -53,7 +52,6 @@ class Start:
     train: Tensor
     held_out: Tensor
     unigram: float
-    bigram: float
     text: str
 
 
@@ -99,22 +97,11 @@ def tokens_of(vocab_size: int) -> Tensor:
     return torch.from_numpy(np.load(place))
 
 
-def levels(train: Tensor, held_out: Tensor, vocab_size: int) -> tuple[float, float]:
-    """Return the unigram and bigram losses of held-out blocks, in nats per token.
-
-    A bigram after n occurrences of its first token is interpolated with the unigram by
-    n / (n + 50).
-    """
-    tokens = train.numpy()
-    first, second = held_out[:, :-1].numpy().ravel(), held_out[:, 1:].numpy().ravel()
-    count = np.bincount(tokens, minlength=vocab_size)
-    unigram = (count + 1) / (len(tokens) + vocab_size)
-    pairs, pair_count = np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)
-    asked = first * vocab_size + second
-    places = np.searchsorted(pairs, asked).clip(max=len(pairs) - 1)
-    together = np.where(pairs[places] == asked, pair_count[places], 0)
-    bigram = (together + 50 * unigram[second]) / (count[first] + 50)
-    return float(-np.log(unigram[second]).mean()), float(-np.log(bigram).mean())
+def unigram_loss(train: Tensor, held_out: Tensor, vocab_size: int) -> float:
+    """Return the loss of token frequencies on held-out blocks, in nats per token."""
+    counts = torch.bincount(train, minlength=vocab_size).double() + 1
+    losses = -(counts / counts.sum()).log()
+    return float(losses[held_out[:, 1:]].mean())
 
 
 def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
@@ -125,7 +112,8 @@ def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
     hashed = hashlib.sha256(f"{blocks} × {length} held out".encode())
     hashed.update(tokens.numpy().tobytes())
     text = hashed.hexdigest()[:16]
-    return Start(model, train, held_out, *levels(train, held_out, config.vocab_size), text)
+    unigram = unigram_loss(train, held_out, config.vocab_size)
+    return Start(model, train, held_out, unigram, text)
 
 
 def drawn(config: Any, seed: int) -> nn.Module:

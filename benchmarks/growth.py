@@ -13,11 +13,10 @@ Run: ``./dev bench growth [--quick]``; a minute of a core. It writes ``benchmark
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from _conditions import conditions, digest
+from _conditions import digest, replace
 from _timing import Row, begin, exit_by, parser, show
 from torch import Tensor
 
@@ -84,10 +83,7 @@ def main() -> int:
     show("errors by number of ranks", rows)
     if not options.quick:
         held = {THIS: digest(THIS)}
-        with FILE.open("w") as stream:
-            for row in rows:
-                record = row | conditions() | {"digests": {row["row"]: held}}
-                stream.write(json.dumps(record) + "\n")
+        replace(FILE, [row | {"digests": {row["row"]: held}} for row in rows])
     return 0
 
 

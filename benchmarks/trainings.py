@@ -327,7 +327,6 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
         "text": start.text,
         "losses": training.losses,
         "unigram": start.unigram,
-        "bigram": start.bigram,
         "bytes_per_param": bytes_per_param(training.optimizer),
         "edq": training.edq(),
         "rose": training.rose,
