@@ -39,7 +39,7 @@ LIGHT = {
         "loss_laws",
         "diagnose",
         "two_runs",
-    )  # fmt: skip
+    )
 }
 """Modules of a package above that need no PyTorch, so that any package may import them."""
 
