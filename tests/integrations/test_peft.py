@@ -52,6 +52,25 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if mark in name}
 
 
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_server_holds_each_adapter_once(times: int, dtype: torch.dtype) -> None:
+    trainer = adapted(llama(dtype=dtype))
+    name = "model.layers.1.self_attn.v_proj"
+    product = trainer.get_submodule(f"base_model.model.{name}").get_delta_weight("default")
+    server = copy.deepcopy(trainer).merge_and_unload()
+    with torch.no_grad():
+        server.get_submodule(name).weight.add_((times - 1) * product)
+    result = ng.same(trainer, server.train(), TOKENS)
+    held = {
+        row["name"]: row["adapter_times"] for row in result.rows if row["adapter_times"] is not None
+    }
+    assert len(held) > 3 and held.pop(f"{name}.weight") == pytest.approx(times - 1, abs=2e-2)
+    assert max(map(abs, held.values())) < 0.05
+    assert result.ok == (times == 1), result
+    assert any("v_proj.weight: -1.0" in line for line in result.lines) == (times == 0)
+
+
 @pytest.mark.parametrize("compute", [None, "int8-row"])
 def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
     model = adapted(base())

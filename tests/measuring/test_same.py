@@ -19,12 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 import narrowgauge as ng
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.adapters import product_of
 from narrowgauge.measuring.same import distance
 from tables import exhaustive
 
@@ -290,6 +288,19 @@ def test_codes_are_compared_at_their_scales(form: str) -> None:
         assert result.rows[0]["factor"] == pytest.approx(factor, rel=0.02)
 
 
+def test_our_codes_are_compared_at_their_scales() -> None:
+    model = model_of()
+    server = ng.quantize_for_inference(copy.deepcopy(model), "float8-row")
+    for pair in ((model, server), (server, model), (model, server.state_dict())):
+        assert not len(ng.same(*pair)), ng.same(*pair)
+    server.model.layers[1].mlp.up_proj.weight_scales.mul_(2)
+    result = ng.same(model, server)
+    assert [r.tensor for r in result] == [f"{LAYER}.mlp.up_proj.weight"], result
+    assert result.rows[0]["factor"] == pytest.approx(2.0, rel=0.02)
+    with pytest.raises(ng.errors.DataError, match="takes codes"):
+        ng.same(model.state_dict(), server, TOKENS)
+
+
 class Halved(nn.Module):
     """An RMS norm whose squares are summed in bfloat16, or as they should be."""
 
@@ -312,67 +323,17 @@ def test_a_fault_sets_no_bound_whichever_side_it_is_on() -> None:
 
 def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> None:
     model = model_of()
+    states = model.state_dict()
     other = edited(model, f"{LAYER}.self_attn.q_proj.weight", "data", 1.5)
-    save_distributed({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    for weights in (model.state_dict(), tmp_path / "dcp"):
-        assert (
-            ng.same(model, weights, TOKENS).lines[-1] == "In evaluation mode, the bits are equal."
-        )
+    for name, saved in (("nested", {"model": states, "optim": {"state": ONES}}), ("flat", states)):
+        save_distributed(saved, checkpoint_id=tmp_path / name, no_dist=True)
+    for weights in (states, tmp_path / "nested", tmp_path / "flat"):
+        result = ng.same(model, weights, TOKENS)
+        assert result.lines[-1] == "In evaluation mode, the bits are equal."
         assert ng.same(weights, other, TOKENS)[-1].what == "other-outputs"
         assert not len(ng.same(weights, model))
     with pytest.raises(ng.errors.DataError, match="no forward pass"):
         ng.same(model.state_dict(), model.state_dict(), TOKENS)
-
-
-class Lora(nn.Module):
-    """A linear layer with an adapter, with the attributes of PEFT's."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        rows, columns = base.weight.shape
-        dtype = base.weight.dtype
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 2, bias=False, dtype=dtype)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, rows, bias=False, dtype=dtype)})
-        self.scaling = {"default": 2.0}
-        self.active_adapters = ["default"]
-        self.merged_adapters: list[str] = []
-
-    def get_base_layer(self) -> Any:
-        return self.base_layer
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.base_layer(x)
-        if self.merged_adapters:
-            return y
-        return y + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
-
-
-@exhaustive(("times", "dtype"), [(n, dtype) for n in (0, 1, 2) for dtype in (FLOAT32, BFLOAT16)])
-def test_adapters_are_held_once(times: int, dtype: torch.dtype) -> None:
-    """A server merges the adapters, beside which they lie no more."""
-    trainer = model_of(dtype)
-    attention = trainer.model.layers[1].self_attn
-    attention.v_proj = Lora(attention.v_proj)
-    server = copy.deepcopy(trainer)
-    layer = server.model.layers[1].self_attn.v_proj
-    product = 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
-    with torch.no_grad():
-        for _ in range(times):
-            layer.base_layer.weight.add_(product.to(dtype))  # rounds twice
-    layer.merged_adapters.append("default")
-    result = ng.same(trainer, server, TOKENS)
-    (row,) = [row for row in result.rows if row["adapter_times"] is not None]
-    assert row["adapter_times"] == pytest.approx(times - 1, abs=2e-2)
-    assert result.ok == (times == 1), result
-    assert any("v_proj.weight: -1.0" in line for line in result.lines) == (times == 0)
-
-
-def test_an_adapter_of_a_transposed_weight_lies_as_the_weight() -> None:
-    layer = Lora(nn.Linear(5, 3))
-    layer.base_layer = Conv1D(3, 5)
-    down, up = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
-    assert torch.equal(product_of(layer), 2.0 * (up @ down).T)
 
 
 def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Path) -> None:

@@ -98,10 +98,11 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
     }
     if device.type == "cuda":
-        matmul = torch.backends.cuda.matmul
-        settings["device"] = torch.cuda.get_device_name(device)
-        settings["cuda"] = str(torch.version.cuda or torch.version.hip)
-        settings["cudnn"] = str(torch.backends.cudnn.version())
-        reduced = matmul.allow_bf16_reduced_precision_reduction
-        settings["reduced sums of bfloat16"] = str(reduced).lower()
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        settings |= {
+            "device": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "reduced sums of bfloat16": str(reduced).lower(),
+        }
     return settings

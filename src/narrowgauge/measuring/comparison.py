@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.labels import run_labels, seed_of
@@ -36,11 +37,9 @@ BASELINE = "the baseline"
 FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
-_OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
-    "val_loss": statistics.fmean, "bytes_per_param": statistics.median,
-    "tokens_per_second": statistics.median, "step_memory_bytes": max, "edq": statistics.median,
-}  # fmt: skip
-"""The metrics of a row, and how they are taken over the seeds that count."""
+METRICS = [column for column in SUMMARY.values() if column.over]
+"""The metrics of a row, which are taken over the seeds that count."""
+_OVER: dict[str, Any] = {"mean": statistics.fmean, "median": statistics.median, "max": max}
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        columns: dict[str, str | Callable[[Row], str]] = {"recipe": "recipe"}
-        for name in _OVER_SEEDS:  # a column in which no run has a value says nothing
-            if any(row[name] is not None for row in self.rows):
-                columns[SUMMARY[name].label] = SUMMARY[name].cell
+        columns: dict[str, Any] = {"recipe": "recipe"}
+        for metric in METRICS:  # a column in which no run has a value says nothing
+            if any(row[metric.name] is not None for row in self.rows):
+                columns[metric.label] = metric.cell
         columns["seeds"] = "num_seeds"
         if len(self.rows) > 1:
             columns[f"minus {self.baseline}"] = shown_difference
@@ -133,19 +132,28 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     rows = [_row(label, group) for label, group in groups.items()]
     base = max(rows, key=lambda row: _precision(row, groups[row["recipe"]][0]))
     if not base["num_seeds"]:
-        return Comparison(tuple(rows), None, _sentence(rows, None), 0.0)
-    baseline = base["recipe"]
-    loss = abs(base["val_loss"])
+        return Comparison(tuple(rows), None, _sentence(rows, base), 0.0)
     base["verdict"] = base["verdict"] or BASELINE
+    losses = _losses(groups[base["recipe"]])
     for row in rows:
-        pairs = _paired_differences(groups[row["recipe"]], groups[baseline])
-        if pairs and row is not base:
+        pairs = []
+        for key, loss in _losses(groups[row["recipe"]]).items():
+            if (
+                key in losses
+                and row is not base
+                and math.isfinite(loss)
+                and math.isfinite(losses[key])
+            ):
+                pairs.append(loss - losses[key])
+        if pairs:
             mean, half = interval(pairs)
             row["difference"] = mean
             if math.isfinite(half):
                 row["difference_interval"] = [mean - half, mean + half]
-        row["verdict"] = row["verdict"] or _verdict(row["difference_interval"], loss)
-    return Comparison(tuple(rows), baseline, _sentence(rows, base), ACCEPTABLE * loss)
+        limits = row["difference_interval"]
+        row["verdict"] = row["verdict"] or _verdict(limits, abs(base["val_loss"]))
+    acceptable = ACCEPTABLE * abs(base["val_loss"])
+    return Comparison(tuple(rows), base["recipe"], _sentence(rows, base), acceptable)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -162,34 +170,40 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _losses(group: Sequence[Run]) -> dict[int, float]:
-    """Return the last validation loss of each finished run, by seed."""
+def _losses(group: Sequence[Run]) -> dict[tuple[int, str], float]:
+    """Return the last validation loss of each finished run, by what pairs it: its seed and data."""
     losses = {}
     for run in group:
         loss = number((run.summary or {}).get("val_loss"))
         if loss is not None:
-            losses[seed_of(run)] = loss
+            losses[seed_of(run), run.data_fingerprint] = loss
     return losses
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
-    losses = _losses(group)
-    counting = [seed for seed, loss in losses.items() if math.isfinite(loss)]
-    summaries = [run.summary or {} for run in group if seed_of(run) in counting]
+    finished = 0
+    summaries = []
+    for run in group:
+        summary = run.summary or {}
+        loss = number(summary.get("val_loss"))
+        finished += loss is not None
+        if loss is not None and math.isfinite(loss):
+            summaries.append(summary)
     row: Row = {"recipe": label}
-    for name, reduce in _OVER_SEEDS.items():
-        values = [summary[name] for summary in summaries if summary.get(name) is not None]
-        row[name] = reduce(values) if values else None
+    for metric in METRICS:
+        values = [summary.get(metric.name) for summary in summaries]
+        known = [value for value in values if value is not None]
+        row[metric.name] = _OVER[metric.over](known) if known else None
     row |= {
-        "num_seeds": len(counting),
+        "num_seeds": len(summaries),
         "difference": None,
         "difference_interval": None,
         "verdict": "",
     }
     errors = [summary.get("edq_error") or 0.0 for summary in summaries]
-    if len(losses) > len(counting):
+    if finished > len(summaries):
         row["verdict"] = "diverged"
-    elif not counting:
+    elif not summaries:
         row["verdict"] = "no loss"
     elif row["edq"] is not None and loses_updates(row["edq"], statistics.median(errors)):
         row["verdict"] = "loses its updates"
@@ -218,25 +232,7 @@ def _verdict(limits: Sequence[float] | None, loss: float) -> str:
     return "within the noise"
 
 
-def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[float]:
-    """Return a recipe's losses minus the baseline's, of common seeds on the same data."""
-    prints = {seed_of(run): run.data_fingerprint for run in group}
-    others = {seed_of(run): run.data_fingerprint for run in baseline}
-    losses = _losses(baseline)
-    pairs = []
-    for seed, loss in _losses(group).items():
-        is_finite = math.isfinite(loss) and math.isfinite(losses.get(seed, math.nan))
-        if is_finite and len({prints[seed], others[seed]} - {""}) < 2:
-            pairs.append(loss - losses[seed])
-    return pairs
-
-
-# ── the verdict ───────────────────────────────────────────────────────────────────────────────────
-
-NOTHING = "No two recipes have finished runs of one seed on the same data, so nothing is compared."
-
-
-def _sentence(rows: Sequence[Row], base: Row | None) -> str:
+def _sentence(rows: Sequence[Row], base: Row) -> str:
     """Return the sentence about the only recipe, or the cheapest that is as good as the baseline: in
     bytes per parameter, then in time. Less than a tenth of a byte is a few norm weights, no saving.
     """
@@ -245,10 +241,10 @@ def _sentence(rows: Sequence[Row], base: Row | None) -> str:
         speed = row["tokens_per_second"] or 0.0
         return round(row["bytes_per_param"], 1), -speed, row is not base
 
+    name = base["recipe"]
     if len(rows) > 1 and all(row["difference"] is None for row in rows):
-        return NOTHING
-    name = rows[0]["recipe"] if base is None else base["recipe"]
-    if base is None:
+        return "No two recipes have finished runs of one seed on the same data, so nothing is compared."
+    if not base["num_seeds"]:
         return f"{name} has no finished run with a finite validation loss."
     if base["verdict"] != BASELINE:
         return f"No recipe is named. {name}: {base['verdict']}."

@@ -40,22 +40,25 @@ def describe_process(device: torch.device) -> dict[str, Any]:
         >>> sorted(describe_process(torch.device("cpu")))
         ['arithmetic', 'machine', 'versions']
     """
+    ranks = all_ranks()
     versions = {"narrowgauge": narrowgauge.__version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "numpy"):
         version = installed_version(name)
         if version:
             versions[name] = version
-    machine: dict[str, Any] = {
-        "system": platform.platform(),
-        "processor": platform.machine(),
-        "device": "cpu",
-        "ranks": all_ranks().size,
-    }
-    if device.type == "cuda":
-        machine["device"] = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     arithmetic = measure_arithmetic(device)
-    tables = {"versions": versions, "machine": machine, "arithmetic": arithmetic}
-    unlike = unlike_ranks(all_ranks().gather(arithmetic["results"]))
+    tables: dict[str, Any] = {
+        "versions": versions,
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.machine(),
+            "device": name,
+            "ranks": ranks.size,
+        },
+        "arithmetic": arithmetic,
+    }
+    unlike = unlike_ranks(ranks.gather(arithmetic["results"]))
     return tables | {"unlike_ranks": unlike} if unlike else tables
 
 

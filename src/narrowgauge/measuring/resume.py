@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.fingerprints import fingerprints_whole
 from narrowgauge.measuring.reading import Readings, measured
+from narrowgauge.measuring.weights import bare_name
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
@@ -214,7 +214,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         if not is_long:
             items = dict(enumerate(value))
     for key, item in items.items():
-        yield from _leaves(item, f"{path}.{name_without_adapters(str(key))}")
+        yield from _leaves(item, f"{path}.{bare_name(str(key))}")
     if not items:
         yield path, value
 

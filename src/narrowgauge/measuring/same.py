@@ -7,11 +7,11 @@ explains is measured: beside one of the passes run float64 shadows
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as global_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.errors import DataError
-from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.beside import Beside, is_float
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.resume import generators
 from narrowgauge.measuring.units import FINEST, unit_of
-from narrowgauge.measuring.weights import Same, Tensors, compare_weights
+from narrowgauge.measuring.weights import Same, bare_name, compare_weights, with_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
-from narrowgauge.torch_support.torch_names import unwrapped_model
+from narrowgauge.torch_support.torch_names import map_tensors, unwrapped_model
 
 MARGIN = 4.0
 """Bounds over the roundings of one pass."""
@@ -41,6 +39,7 @@ more sets no bound.
 """
 MOST_PLACES = 3
 """Printed places that differ."""
+LOG_PROBS = "log probabilities"
 HAS_WEIGHTS = nn.Module, str, Path, Mapping
 Outputs = dict[str, list[Tensor]]
 """The float tensors at each place, in the order of the calls."""
@@ -87,24 +86,23 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
         return result
     ours = _called(first, second)
     theirs = _called(second, first)
-    are_modules = isinstance(ours, nn.Module) and isinstance(theirs, nn.Module)
-    if are_modules and ours.training != theirs.training:
-        name = "first" if ours.training else "second"
-        what = f"the {name} in training mode, as it was passed"
+    if {getattr(side, "training", None) for side in (ours, theirs)} == {True, False}:
+        what = f"the {'first' if ours.training else 'second'} in training mode, as it was passed"
         result.unseen[what] = "both ran in evaluation mode"
     with generators_put_back():
-        codes = {row["codes"] for row in result.rows if row["codes"]}
+        codes = {row["codes"] for row in result.rows} - {""}
         if codes:
-            values = _run(ours, batch, {}).log_probs, _run(theirs, batch, {}).log_probs
-            if values[0] is not None and values[1] is not None and len(values[0]) == len(values[1]):
-                rms = float((values[0] - values[1]).square().mean().sqrt())
+            one = _run(ours, batch).outputs
+            other = _run(theirs, batch).outputs
+            if LOG_PROBS in one.keys() & other.keys():
+                rms, _ = _sizes_of(one[LOG_PROBS][0] - other[LOG_PROBS][0])
                 words = f"codes of weights move log probabilities by {rms:.2g} nats (RMS)"
                 result.lines += [words, "With the weights of the codes on both sides:"]
             # Another server of the same codes computes the same.
             if codes == {"first"}:
-                theirs = _with_weights(theirs, first)
+                theirs = with_weights(theirs, first)
             else:
-                ours = _with_weights(ours, second)
+                ours = with_weights(ours, second)
         _compare_passes(ours, theirs, batch, result)
     return result
 
@@ -115,21 +113,7 @@ def _called(side: Any, other: Any) -> Any:
     """
     if isinstance(side, nn.Module):
         return unwrapped_model(side)
-    if not isinstance(side, HAS_WEIGHTS):
-        return side
-    if not isinstance(other, nn.Module):
-        raise DataError(
-            "Cannot run the batch because weights alone have no forward pass.",
-            "Pass a module on one side.",
-        )
-    return _with_weights(other, side)
-
-
-def _with_weights(model: nn.Module, weights: Any) -> nn.Module:
-    """Return a copy of a model with other weights of its names, in its formats."""
-    twin = copy.deepcopy(model)
-    Tensors(weights).write_to(twin)
-    return twin
+    return with_weights(other, side) if isinstance(side, HAS_WEIGHTS) else side
 
 
 # ── a pass ────────────────────────────────────────────────────────────────────────────────────────
@@ -144,10 +128,10 @@ class Recording:
         wide: the shadows of the pass, if it has any.
 
     Attributes:
-        outputs: of each place; later calls of a module are places of their own.
+        outputs: of each place; later calls of a module are places of their own. The last place are the
+            log probabilities of the tokens, if the model returns logits.
         noises: distances from the shadows, of places whose shadows are known.
-        values: what the model returns.
-        log_probs: of the tokens; ``None`` if the values are not logits.
+        noise: those of the log probabilities.
         draws: whether the pass drew random numbers.
     """
 
@@ -156,8 +140,7 @@ class Recording:
         self.wide = wide
         self.outputs = Outputs()
         self.noises: dict[str, float] = {}
-        self.values: Any = None
-        self.log_probs: Any = None
+        self.noise = torch.zeros(1)
         self.draws = False
         self._names = dict[nn.Module, str]()
         self._calls = Counter[str]()
@@ -165,30 +148,46 @@ class Recording:
     def before(self, module: nn.Module, args: Any) -> Any:
         if module not in self._names:
             for name, member in module.named_modules():
-                self._names.setdefault(member, name_without_adapters(name) or "the model")
+                self._names.setdefault(member, bare_name(name) or "the model")
         return self._record(f"{self._names[module]}, input", args)
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
         return self._record(self._names[module], result)
 
     def _record(self, place: str, values: Any) -> Any:
-        leaves, spec = tree_flatten(values)
-        indices = [k for k, x in enumerate(leaves) if is_float(x)]
         # A merged layer is like an adapted one only as a whole.
-        if not indices or ".base_layer" in place or ".lora_" in place:
+        if ".base_layer" in place or ".lora_" in place:
             return values
         self._calls[place] += 1
         if self._calls[place] > 1:
             place = f"{place}, call {self._calls[place]}"
-        tensors = [leaves[k].detach() for k in indices]
-        self.outputs[place] = [x.clone() for x in tensors]
-        if self.wide is not None and all(map(self.wide.follows, tensors)):
-            self.noises[place] = distance(tensors, map(self.wide.of, tensors))
-        if place not in self.forced:
-            return values
-        for k, x in zip(indices, self.forced[place], strict=True):
-            leaves[k] = x.to(leaves[k].dtype, copy=True)
-        return tree_unflatten(leaves, spec)
+        tensors: list[Tensor] = []
+        forced = iter(self.forced.get(place, ()))
+
+        def taken(x: Tensor) -> Tensor:
+            if not is_float(x):
+                return x
+            tensors.append(x.detach())
+            other = next(forced, None)
+            return x if other is None else other.to(x.dtype, copy=True)
+
+        values = map_tensors(taken, values)
+        if tensors:
+            self.outputs[place] = [x.clone() for x in tensors]
+            if self.wide is not None and all(map(self.wide.follows, tensors)):
+                self.noises[place] = distance(tensors, map(self.wide.of, tensors))
+        return values
+
+    def end(self, result: Any, batch: Any) -> None:
+        """Record what the model returns."""
+        result = getattr(result, "logits", result)
+        if isinstance(result, tuple):
+            result = result[0]
+        log_probs = _log_probs(result, batch)
+        if log_probs is not None:
+            self.outputs[LOG_PROBS] = [log_probs]
+            if self.wide is not None:
+                self.noise = (_log_probs(self.wide.of(result), batch) - log_probs).abs()
 
     def unit(self) -> float:
         """Return the unit roundoff of the coarsest output."""
@@ -207,23 +206,25 @@ def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
     largest = 0.0
     for x, y in zip(first, second, strict=True):
         if x.numel():
-            off = torch.where(x == y, 0.0, y.double() - x.double()).nan_to_num(nan=math.inf)
+            off = torch.atleast_1d(torch.where(x == y, 0.0, y.double() - x.double()))
             row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)
             lengths = row.norm(dim=-1)
-            floor = 1e-3 * float(lengths.square().mean().sqrt()) + 1e-300
-            relative = torch.atleast_1d(off).norm(dim=-1) / lengths.clamp(min=floor)
+            floor = 1e-3 * lengths.square().mean().sqrt() + 1e-300
+            relative = off.nan_to_num(nan=math.inf).norm(dim=-1) / lengths.maximum(floor)
             largest = max(largest, float(relative.max()))
     return largest
 
 
-def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Recording:
+def _run(
+    side: Any, batch: Any, forced: Outputs | None = None, wide: Wide | None = None
+) -> Recording:
     """Run a side once, a module in evaluation mode.
 
     Args:
         forced: outputs that modules take and return.
         wide: keeps the shadows of the pass.
     """
-    recording = Recording(forced, wide)
+    recording = Recording(forced or {}, wide)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -245,9 +246,7 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
         with Beside(*policies) as beside:
             values = side(**batch) if is_named else side(batch)
         recording.draws = generators() != before or bool(beside.generators)
-    values = getattr(values, "logits", values)
-    recording.values = values[0] if isinstance(values, tuple) else values
-    recording.log_probs = _log_probs(recording.values, batch)
+    recording.end(values, batch)
     return recording
 
 
@@ -256,62 +255,63 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> Re
 
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
-    ours = _run(first, batch, {})
-    theirs = _run(second, batch, {})
+    ours = _run(first, batch)
+    theirs = _run(second, batch)
     if ours.draws or theirs.draws:
         reason = "a model draws random numbers in evaluation"
         result.unseen["outputs and log probabilities"] = reason
         return
+    places = []
     missing = []
+    is_equal = True
     for place in {**ours.outputs, **theirs.outputs}:
-        shapes = []
-        for pass_ in (ours, theirs):
-            shapes.append([x.shape for x in pass_.outputs.get(place, ())])
-        if shapes[0] != shapes[1]:
+        one = ours.outputs.get(place, [])
+        other = theirs.outputs.get(place, [])
+        if [x.shape for x in one] == [x.shape for x in other]:
+            places.append(place)
+            is_equal = is_equal and all(map(torch.equal, one, other))
+        else:
             missing.append(place)
-    if not missing and _are_equal(ours, theirs):
+    if LOG_PROBS in missing:
+        raise DataError(
+            "Cannot compare log probabilities because one model gives another number of them.",
+            "Give both the same tokens.",
+        )
+    if places and not missing and is_equal:
         result.lines.append("In evaluation mode, the bits are equal.")
         return
     result.looked_at = "no difference is larger than rounding gives"
     unit = max(ours.unit(), theirs.unit())
-    # In equal formats neither side sets its own bound.
-    narrow = [side for side, pass_ in ((first, ours), (second, theirs)) if pass_.unit() == unit]
+    forced = Outputs()
+    alone = theirs
     if missing:
         result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
-        forced: Outputs = {}
-        alone = theirs
     else:
         forced = ours.outputs
         alone = _run(second, batch, forced)
-    beside = [_run(side, batch, forced, Wide()) for side in narrow]
-    common = [place for place in ours.outputs if place not in missing]
-    _compare_places(common, ours, alone, beside, max(UNUSUAL, 16 * unit), result)
-    if ours.log_probs is None:
+    beside = []
+    noises = []
+    for side, pass_ in ((first, ours), (second, theirs)):
+        if pass_.unit() == unit:  # in equal formats neither side sets its own bound
+            beside.append(_run(side, batch, forced, Wide()))
+            noises.append(_run(side, batch, {}, Wide()).noise)
+    _compare_places(places, ours, alone, beside, max(UNUSUAL, 16 * unit), result)
+    if LOG_PROBS not in places:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
         return
-    if theirs.log_probs is None or theirs.log_probs.shape != ours.log_probs.shape:
-        raise DataError(
-            f"Cannot compare log probabilities of {counted(len(ours.log_probs), 'token')} because the "
-            "second model gives another number.",
-            "Give both the same tokens.",
-        )
-    noises = []
-    for side in narrow:
-        wide = Wide()
-        pass_ = _run(side, batch, {}, wide)
-        noises.append((_log_probs(wide.of(pass_.values), batch) - pass_.log_probs).abs() + unit)
-    noise = min(noises, key=torch.norm)
-    _compare_log_probs(theirs.log_probs - ours.log_probs, noise, result)
-
-
-def _are_equal(ours: Recording, theirs: Recording) -> bool:
-    """Return whether two passes through the same places have the same bits."""
-    for place, tensors in ours.outputs.items():
-        if not all(map(torch.equal, tensors, theirs.outputs[place])):
-            return False
-    if ours.log_probs is None:
-        return bool(ours.outputs)
-    return theirs.log_probs is not None and torch.equal(ours.log_probs, theirs.log_probs)
+    noise = min(noises, key=torch.norm) + unit
+    difference = theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0]
+    rms, largest = _sizes_of(difference)
+    rms_noise, largest_noise = _sizes_of(noise)
+    result.lines.append(
+        f"log probabilities of {counted(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
+        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
+    )
+    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
+        if value > bound:
+            reading = measured("other-outputs", LOG_PROBS, value, 0.0, bound, stage="loss")
+            result.readings.append(reading)
+            return
 
 
 def _compare_places(
@@ -329,47 +329,35 @@ def _compare_places(
         beside: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
         limit: of the roundings of a place that set a bound.
     """
-    differences: dict[str, float] = {}
-    bounds: dict[str, float] = {}
+    readings = []
     unfollowed = []
     for place in places:
         sizes = [pass_.noises[place] for pass_ in beside if place in pass_.noises]
+        if place == LOG_PROBS:
+            continue
         if not sizes:
             unfollowed.append(place)
             continue
-        bounds[place] = MARGIN * min(*sizes, limit) + 3 * unit_at(beside[0].outputs[place])
-        differences[place] = distance(ours.outputs[place], theirs.outputs[place])
-    differing = [place for place, value in differences.items() if value]
-    count = counted(len(differences), "place")
-    result.lines.append(f"outputs: {len(differing)} of {count} of modules differ")
-    wrong = [place for place in differing if differences[place] > bounds[place]]
-    differing.sort(key=lambda place: bounds[place] / differences[place])
-    for place in differing[:MOST_PLACES]:
-        result.lines.append(
-            f"  {place}: {differences[place]:.2g}, and roundings explain {bounds[place]:.2g}"
-        )
+        value = distance(ours.outputs[place], theirs.outputs[place])
+        bound = MARGIN * min(*sizes, limit) + 3 * unit_at(beside[0].outputs[place])
+        readings.append(measured("other-outputs", place, value, 0.0, bound))
+    differing = [reading for reading in readings if reading.value]
+    places_differ = f"{len(differing)} of {counted(len(readings), 'place')} of modules differ"
+    result.lines.append(f"outputs: {places_differ}")
+    wrong = [reading for reading in differing if reading.excess > 1]
+    for reading in sorted(differing, key=lambda reading: -reading.excess)[:MOST_PLACES]:
+        words = f"{reading.value:.2g}, and roundings explain {reading.bound:.2g}"
+        result.lines.append(f"  {reading.tensor}: {words}")
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
     if wrong:
-        result.add("other-outputs", wrong, differences[wrong[0]], 0.0, bounds[wrong[0]])
+        names = [reading.tensor for reading in wrong]
+        result.readings.append(replace(wrong[0], tensor=of_all(names)))
 
 
-def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:
-    """Compare log probabilities of both sides, beside what rounding changes."""
-    numbers = []
-    for x in (difference, noise):
-        numbers += [float(x.square().mean().sqrt()), float(x.abs().max())]
-    rms, largest, rms_noise, largest_noise = numbers
-    result.lines.append(
-        f"log probabilities of {counted(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
-        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
-    )
-    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
-        if value > bound:
-            place = "log probabilities"
-            reading = measured("other-outputs", place, value, 0.0, bound, stage="loss")
-            result.readings.append(reading)
-            return
+def _sizes_of(x: Tensor) -> tuple[float, float]:
+    """Return the root of the mean square, and the largest magnitude."""
+    return float(x.square().mean().sqrt()), float(x.abs().max())
 
 
 def _log_probs(values: Any, batch: Any) -> Any:
@@ -377,10 +365,8 @@ def _log_probs(values: Any, batch: Any) -> Any:
     in float64; ``None`` if the values are not logits or log probabilities.
     """
     tokens = batch
-    mask = None
     if isinstance(batch, Mapping):
         tokens = batch.get("input_ids")
-        mask = batch.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
         return None
     if values.ndim == 3 and values.shape[:2] == tokens.shape:
@@ -388,7 +374,8 @@ def _log_probs(values: Any, batch: Any) -> Any:
         values = values.gather(-1, tokens[:, 1:, None])[..., 0]
     if values.ndim != 2:
         return None
+    mask = torch.ones_like(tokens)
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask", mask)
     values = values[:, -(tokens.shape[1] - 1) :].double()
-    if mask is None:
-        return values.flatten()
-    return values[mask[:, 1:].bool()]
+    return values[mask[-len(values) :, 1:].bool()]

@@ -29,12 +29,14 @@ from narrowgauge.spec.formats import FORMATS
 
 COLUMNS = SUMMARY | STEP | EVAL
 """What is compared beside tensors: every column whose unit is not of :data:`UNLIKE`."""
-UNLIKE = ("time", "names", "")
+UNLIKE = ("time", "sample", "")
 """Units of what differs between any two runs."""
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""
-LEAST = 2.0**-20
-"""Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
+LEAST = {"size": 2.0**-10, "loss": 2.0**-20, "norm": 2.0**-20}
+"""By unit, relative: 2^-20 are 8 ulps of float32. Another order of a float32 model's sums moved norms by up
+to 1.4e-7.
+"""
 SHARE = 0.05
 """Difference of two shares, which are of samples."""
 LAST = "weights_fingerprint"
@@ -66,24 +68,29 @@ class Entry:
     @property
     def place(self) -> tuple[int, ...]:
         """Return the place in a step: stage by stage settings, tensors in their order, other numbers."""
-        column = self.column
-        is_setting = column.unit == "setting" and column.type != "names"
-        rank = 0 if is_setting else 2 - bool(self.tensor)
-        return column.name == LAST, STAGES.index(column.stage), rank
+        rank = 2
+        if self.tensor:
+            rank = 1
+        elif self.column.unit == "setting":
+            rank = 0
+        return self.column.name == LAST, STAGES.index(self.column.stage), rank
 
     def bound(self, other: Entry, u: float | None) -> float | None:
         """Return the difference that rounding explains; ``None`` if that is not known."""
-        size = max(abs(self.value or 0.0), abs(other.value or 0.0)) or 1.0
         unit = self.column.unit
-        if unit in ("share", "other"):
-            return SHARE * size if unit == "other" else SHARE
-        if unit == "setting":
-            return 0.0
-        if u is None or (unit != "size" and not self.count):
+        if unit == "share":
+            return SHARE
+        if self.value is None or other.value is None:
             return None
-        if unit == "size":
-            return max(ENVELOPE * u, 2.0**-10) * size
-        return max(ENVELOPE * u / math.sqrt(self.count), LEAST) * size
+        size = max(abs(self.value), abs(other.value)) or 1.0
+        if unit == "other":
+            return SHARE * size
+        if unit not in LEAST:
+            return 0.0
+        count = 1 if unit == "size" else self.count
+        if u is None or not count:
+            return None
+        return max(ENVELOPE * u / math.sqrt(count), LEAST[unit]) * size
 
 
 class TwoRuns(Readings):
@@ -107,48 +114,41 @@ class TwoRuns(Readings):
         if first.path.name == second.path.name:
             self.names = [str(first.path), str(second.path)]
         self.settings = settings_diff(first.run, second.run)
-        self.is_rounding = False
-        self.is_complete = False
-        self._is_same_program = not settings_diff(first.run, second.run, PROGRAM)
-        self._units = _roundoff(first), _roundoff(second)
-        here = _rows_of(first)
-        there = _rows_of(second)
-        steps = sorted(here.keys() & there.keys())
-        details: list[str] = []
+        units = _roundoff(first), _roundoff(second)
+        u = None if None in units else max(filter(None, units))
+        is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
+        rows = _rows_of(first), _rows_of(second)
+        steps = sorted(rows[0].keys() & rows[1].keys())
+        here: dict[str, Entry] = {}
+        there: dict[str, Entry] = {}
+        differing: list[Reading] = []
         for step in steps:
-            details = self._compare(step, here[step], there[step])
-            if self.readings:
+            here, there = (_entries(table[step], step) for table in rows)
+            differing = [*_differences(step, here, there, u)]
+            if differing:
                 break
-        self.verdict = self._verdict(sum(step > 0 for step in steps))
-        self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
-        if self.settings or self.readings:
-            self.lines.append(_settings_in_words(self.settings))
-        self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
-
-    def _compare(self, step: int, first: Row, second: Row) -> list[str]:
-        """Compare the rows of a step; return sentences about its first difference."""
-        here = _entries(first, step)
-        there = _entries(second, step)
-        u = None if None in self._units else max(filter(None, self._units))
-        differing = [*_differences(step, here, there, u)]
-        if not differing:
-            self.is_complete = LAST in here.keys() & there.keys()
-            return []
         beyond = [reading for reading in differing if reading.excess > 1]
         is_measured = any(reading.bound is not None for reading in beyond)
         self.readings = beyond if is_measured else differing
-        is_alike = self._units[0] == self._units[1] and self._is_same_program
-        self.is_rounding = not beyond and is_alike
-        self.is_complete = False
-        at = self.readings[0]
-        lines = []
-        if at.what == "only-in-one-run":
-            lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
-        elif at.tensor:
-            lines += _ranks(here[at.tensor], there[at.tensor])
-        if u is None:
-            lines.append("No format of the outputs is recorded, so no bound of rounding is known.")
-        return lines
+        self.is_rounding = bool(differing) and not beyond and is_alike
+        self.is_complete = not differing and LAST in here.keys() & there.keys()
+        self.verdict = self._verdict(sum(step > 0 for step in steps))
+        self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
+        if self.readings:
+            at = self.readings[0]
+            if at.what == "only-in-one-run":
+                self.lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
+            elif at.tensor:
+                self.lines += _ranks(here[at.tensor], there[at.tensor])
+            if u is None:
+                words = "No format of the outputs is recorded, so no bound of rounding is known."
+                self.lines.append(words)
+        if self.settings:
+            pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
+            self.lines.append(f"Recorded settings that differ: {told(pairs, 6)}.")
+        elif self.readings:
+            self.lines.append("No recorded setting differs.")
+        self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
 
     def _verdict(self, number: int) -> str:
         if self.readings:
@@ -172,13 +172,6 @@ class TwoRuns(Readings):
         return super().to_dict() | {name: getattr(self, name) for name in names}
 
 
-def _settings_in_words(settings: Mapping[str, tuple[str, str]]) -> str:
-    pairs = [f"{name} {a} and {b}" for name, (a, b) in settings.items()]
-    if not pairs:
-        return "No recorded setting differs."
-    return f"Recorded settings that differ: {told(pairs, 6)}."
-
-
 def _roundoff(run: Run) -> float | None:
     """Return the coarsest unit roundoff of what a run computed: of its recipe, or of the recorded outputs
     of its modules; ``None`` without these.
@@ -187,10 +180,9 @@ def _roundoff(run: Run) -> float | None:
     names = [] if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
     for row in islice(run.fingerprints, 2):
         for key, entry in (row.get("tensors") or {}).items():
-            if key.startswith("output:") and len(entry) > 3:
-                names.append(str(entry[3]))
-    units = [FORMATS[name].epsilon / 2 for name in names if name in FORMATS]
-    return max(units, default=None)
+            if key.startswith("output:"):
+                names += filter(FORMATS.__contains__, map(str, entry[3:4]))
+    return max([FORMATS[name].epsilon / 2 for name in names], default=None)
 
 
 def _rows_of(run: Run) -> dict[int, Row]:
@@ -225,7 +217,7 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
         elif kind == "tokens":
             tokens = tokens or numel
             norm = None  # of integers
-        hashes = next((x for x in more if isinstance(x, list)), ())
+        hashes = more[-1] if more and isinstance(more[-1], list) else ()
         if kind in HASHED:
             entries[key] = Entry(HASHED[kind], key, str(bits), norm, numel, hashes)
     for name, x in row.items():
@@ -244,19 +236,19 @@ def _differences(
     kinds = [{x.column.name for x in entries.values() if x.tensor} for entries in (here, there)]
     entries = {**here, **there}
     for key, entry in sorted(entries.items(), key=lambda item: item[1].place):
-        stage = "start" if step == 0 else entry.column.stage
-        one, other = here.get(key), there.get(key)
-        if one is None or other is None:
+        stage = entry.column.stage if step else "start"
+        if key not in here or key not in there:
             if entry.tensor and entry.column.name in kinds[0] & kinds[1]:
-                yield Reading(step, stage, key, "only-in-one-run", float(one is None))
-        elif one.bits != other.bits and (one.value is None or other.value is None):
-            yield Reading(step, stage, entry.tensor, "bits" if entry.tensor else key)
-        elif one.bits != other.bits:
-            what = "norm" if entry.tensor else key
-            numbers = other.value, one.value, one.bound(other, u)
-            reading = Reading(step, stage, entry.tensor, what, *numbers)
-            if entry.column is not OTHER or reading.excess > 1:
-                yield reading
+                yield Reading(step, stage, key, "only-in-one-run", float(key in there))
+            continue
+        one = here[key]
+        what = key
+        if entry.tensor:
+            what = "bits" if entry.value is None else "norm"
+        numbers = entry.value, one.value, one.bound(entry, u)
+        reading = Reading(step, stage, entry.tensor, what, *numbers)
+        if one.bits != entry.bits and (entry.column is not OTHER or reading.excess > 1):
+            yield reading
 
 
 def _ranks(here: Entry, there: Entry) -> list[str]:
@@ -266,9 +258,7 @@ def _ranks(here: Entry, there: Entry) -> list[str]:
     count = max(len(here.hashes), len(there.hashes))
     first = here.hashes or [int(here.bits)] * count
     second = there.hashes or [int(there.bits)] * count
-    if len(first) != len(second):
-        return []
-    ranks = [str(rank) for rank in range(count) if first[rank] != second[rank]]
-    if len(ranks) == count:
+    ranks = [str(rank) for rank in range(count) if first[rank:] and first[rank] != second[rank]]
+    if len(first) != len(second) or len(ranks) == count:
         return []
     return [f"Of {count} ranks these differ there: {', '.join(ranks)}."]

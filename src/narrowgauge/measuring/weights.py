@@ -7,9 +7,11 @@ else.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecordError
-from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, product_of
+from narrowgauge.errors import DataError, RecordError
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
@@ -27,6 +28,7 @@ from narrowgauge.numerics.rounding import power_below
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table
+from narrowgauge.torch_support.torch_names import plain_name
 
 CHUNK = 1 << 17
 """Elements that are compared at once: they stay in the cache."""
@@ -36,160 +38,180 @@ MOST_TIMES = 0.05
 """Distance from the adapters' own product that roundings of a merge may give."""
 SCALES = ("_scale", "_scale_inv")
 """Ends of the names of the scales of codes. Both multiply the codes."""
+CODED = {
+    "_of_experts.weight_codes": "", "_of_experts.weight_scales": "_scale", "narrow.": "", "weight_codes": "weight",
+    "weight_scales": "weight_scale",
+}  # fmt: skip
+"""What codes and their scales have in their names in our layers, and in other programs' files."""
 HALF_A_GAP = 17 / 32
 """Distance of a value from its code, over the gap between codes; a 32nd is of a product with an inverse
 scale.
 """
-MODELS = ("model", "model_state_dict", "module", "state_dict", "app")
-"""Keys under which checkpoints hold the weights of a model."""
 Weights = str | Path | nn.Module | Mapping[str, Any]
 
 
-class Tensors:
-    """Hold the tensors of a model, a state_dict, a ``.safetensors`` file or a folder of them, or a
-    checkpoint of ``torch.distributed``.
+def bare_name(name: str) -> str:
+    """Return the name of a module or tensor without the prefixes of PEFT and of other wrappers."""
+    return plain_name(name).removeprefix("module.").removeprefix("base_model.model.")
 
-    Attributes:
-        values: tensors by name, without the prefixes of wrappers and adapters.
-        scales: of the tensors that are codes.
-        names: names that share the tensor of a name, of models alone.
-        buffers: names of buffers.
-        adapted: layers with adapters, by the name of their weight.
+
+@dataclass
+class Weight:
+    """Hold a tensor of a set of weights.
+
+    Args:
+        tensor: as it is stored.
+        is_buffer: it is a buffer of a module, and no codes.
+        scale: of codes: one for all, or for each row or block.
+        layer: the layer of PEFT that adds to it.
+    """
+
+    tensor: Tensor
+    is_buffer: bool = False
+    scale: Tensor | None = None
+    layer: Any = None
+
+    def read(self) -> Tensor:
+        """Return the whole tensor: codes times their scales, with what its adapters add."""
+        x = whole(self.tensor.detach())
+        if self.scale is not None:
+            x = x.float() * self.scales()
+        if self.layer is not None and not self.layer.merged_adapters:
+            x = x.double() + self.added()
+        return x
+
+    def added(self) -> Tensor:
+        """Return what the active adapters add."""
+        added = torch.zeros_like(self.tensor, dtype=torch.float64)
+        for adapter in self.layer.active_adapters:
+            added += self.layer.get_delta_weight(adapter).detach()
+        return added
+
+    def scales(self) -> Tensor:
+        """Return the scale of each code."""
+        scale = whole(self.scale)
+        if scale.dtype is torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        scale = scale.float()
+        while scale.ndim < self.tensor.ndim:
+            scale = scale.unsqueeze(-1)
+        for dim, size in enumerate(self.tensor.shape):
+            repeats = -(-size // scale.shape[dim])
+            scale = scale.repeat_interleave(repeats, dim).narrow(dim, 0, size)
+        return scale
+
+    def gap(self) -> Tensor:
+        """Return the distance of each code to the next one, times its scale."""
+        codes = whole(self.tensor)
+        if not codes.is_floating_point():
+            return self.scales()
+        row = torch.finfo(codes.dtype)
+        power = power_below(codes.float().abs().clamp_min(row.smallest_normal))
+        return power * row.eps * self.scales()
+
+
+def weights_in(source: Weights) -> dict[str, Weight]:
+    """Return the tensors of a model, a state_dict, a ``.safetensors`` file or a folder of them, or a
+    checkpoint of ``torch.distributed``, by their names without the prefixes of wrappers and adapters.
 
     Raises:
         RecordError: a path holds no weights, damaged ones, or tensors in parts.
     """
-
-    def __init__(self, weights: Weights) -> None:
-        self.values: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}
-        self.names: dict[str, list[str]] = {}
-        self.buffers: set[str] = set()
-        self.adapted: dict[str, Any] = {}
-        if isinstance(weights, nn.Module):
-            self._add_module(weights)
-        elif isinstance(weights, Mapping):
-            self._add(weights)
-        else:
-            try:
-                self._add_files(Path(weights))
-            except (OSError, SafetensorError, ValueError, KeyError) as error:
-                raise RecordError(
-                    f"Cannot read weights from {weights}: {error}.", "Name another file or folder."
-                ) from error
-        for name, x in self.values.items():
-            for end in SCALES:
-                if x.element_size() == 1 and name + end in self.values:
-                    self.scales[name] = self.values[name + end]
-
-    def _add(self, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                self.values[_plain(name)] = value.detach()
-
-    def _add_module(self, model: nn.Module) -> None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        buffers = dict(model.named_buffers())
-        self._add(parameters | buffers)
-        self.buffers = set(map(_plain, buffers))
-        names: dict[int, list[str]] = {}
-        for name, x in parameters.items():
-            self.names[_plain(name)] = names.setdefault(id(x), [])
-            self.names[_plain(name)].append(_plain(name))
-        for name, layer in model.named_modules():
-            if is_adapted(layer):
-                self.adapted[f"{name_without_adapters(name)}.weight"] = layer
-
-    def _add_files(self, path: Path) -> None:
-        files = [path]
-        if path.is_dir():
-            files = sorted(path.glob("*.safetensors"))
-        if (path / ".metadata").exists():
-            self._add(_distributed(path))
-        for file in files:
-            values = load_file(file)
-            if not self.values.keys().isdisjoint(map(_plain, values)):
-                raise ValueError("two of its files hold parts of one tensor")
-            self._add(values)
-        if not self.values:
-            raise ValueError("it holds no safetensors file, and no checkpoint of torch.distributed")
-
-    def read(self, name: str) -> Tensor:
-        """Return a whole tensor: codes times their scales, with what its adapters add."""
-        x = whole(self.values[name])
-        if name in self.scales:
-            x = x.float() * self._scale(name)
-        layer = self.adapted.get(name)
-        if layer is not None and not layer.merged_adapters:
-            x = x.double() + product_of(layer)
-        return x
-
-    def _scale(self, name: str) -> Tensor:
-        """Return the scale of each code: one is of all, of a row, or of a block."""
-        shape = self.values[name].shape
-        scale = whole(self.scales[name])
-        if scale.dtype is torch.uint8:  # exponents, as of E8M0
-            scale = torch.exp2(scale.float() - 127)
-        while scale.ndim < len(shape):
-            scale = scale.unsqueeze(-1)
-        for dim, size in enumerate(shape):
-            repeats = -(-size // scale.shape[dim])
-            scale = scale.repeat_interleave(repeats, dim).narrow(dim, 0, size)
-        return scale.float()
-
-    def gap(self, name: str) -> Tensor:
-        """Return the distance of each code to the next one, times its scale."""
-        codes = whole(self.values[name])
-        if not codes.is_floating_point():
-            return self._scale(name)
-        row = torch.finfo(codes.dtype)
-        power = power_below(codes.float().abs().clamp_min(row.smallest_normal))
-        return power * row.eps * self._scale(name)
-
-    @torch.no_grad()
-    def write_to(self, model: nn.Module) -> None:
-        """Write the values into the tensors of a model that have their names, but beside adapters."""
-        for name, p in model.state_dict(keep_vars=True).items():
-            plain = _plain(name)
-            is_there = plain in self.values and self.values[plain].shape == p.shape
-            if is_there and ".base_layer." not in name:
-                p.copy_(self.read(plain))
-
-    def alone(self, other: Tensors) -> list[str]:
-        """Return the names that another set lacks in their shape, under each of their tied names.
-
-        Scales are left out, and buffers, which no file may hold.
-        """
-        left_out = self.buffers | {name + end for name in self.scales for end in SCALES}
-        names = []
-        for name, x in self.values.items():
-            tied = self.names.get(name, [name])
-            shapes = [other.values[key].shape for key in tied if key in other.values]
-            if x.shape not in shapes and name not in left_out and ".lora_" not in name:
-                names.append(name)
-        return sorted(names)
+    layers: dict[str, Any] = {}
+    buffers: dict[str, Tensor] = {}
+    tensors: Mapping[str, Any]
+    if isinstance(source, nn.Module):
+        layers = dict(source.named_modules())
+        buffers = dict(source.named_buffers())
+        tensors = {**dict(source.named_parameters(remove_duplicate=False)), **buffers}
+    elif isinstance(source, Mapping):
+        tensors = source
+    else:
+        try:
+            tensors = _read_files(Path(source))
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise RecordError(
+                f"Cannot read weights from {source}: {error}.", "Name another file or folder."
+            ) from error
+    weights = {}
+    for name, x in tensors.items():
+        if isinstance(x, Tensor):
+            weights[_plain(name)] = Weight(x, name in buffers)
+    for name, layer in layers.items():
+        if hasattr(layer, "get_delta_weight"):
+            weights[_plain(f"{name}.weight")].layer = layer
+    for name, weight in [*weights.items()]:
+        for end in SCALES:
+            if weight.tensor.element_size() == 1 and name + end in weights:
+                weight.scale = weights.pop(name + end).tensor
+                weight.is_buffer = False
+    return weights
 
 
 def _plain(name: str) -> str:
-    return name_without_adapters(name).replace(".base_layer.", ".")
+    name = bare_name(name).replace(".base_layer.", ".")
+    for ours, others in CODED.items():
+        name = name.replace(ours, others)
+    return name
 
 
-def _distributed(path: Path) -> dict[str, Tensor]:
+def _read_files(path: Path) -> dict[str, Tensor]:
+    if (path / ".metadata").exists():
+        return _distributed(path)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        part = load_file(file)
+        if not tensors.keys().isdisjoint(part):
+            raise ValueError("two of its files hold parts of one tensor")
+        tensors |= part
+    if not tensors:
+        raise ValueError("it holds no safetensors file, and no checkpoint of torch.distributed")
+    return tensors
+
+
+def _distributed(folder: Path) -> dict[str, Tensor]:
     """Read the weights of a checkpoint of ``torch.distributed``, without a process group."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     tensors: dict[str, Tensor] = {}
-    metadata: Any = FileSystemReader(path).read_metadata()
+    names = {}
+    metadata: Any = FileSystemReader(folder).read_metadata()
     for key, entry in metadata.state_dict_metadata.items():
-        if hasattr(entry, "size") and not key.startswith("optim"):
+        *owners, name = metadata.planner_data.get(key, [key])
+        if hasattr(entry, "size") and not any(str(owner).startswith("optim") for owner in owners):
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    load(tensors, checkpoint_id=path, no_dist=True)
-    values = {}
-    for key, x in tensors.items():
-        owner, _, name = key.partition(".")
-        values[name if owner in MODELS else key] = x
-    return values
+            names[key] = str(name)
+    load(tensors, checkpoint_id=folder, no_dist=True)
+    return {names[key]: x for key, x in tensors.items()}
+
+
+@torch.no_grad()
+def with_weights(model: Any, source: Weights) -> Any:
+    """Return a copy of a model with other weights of its names, in its formats, but beside adapters.
+
+    Raises:
+        DataError: it is no module, or a tensor of it is of codes, and the weight is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise DataError(
+            "Cannot run the batch because weights alone have no forward pass.",
+            "Pass a module on one side.",
+        )
+    model = copy.deepcopy(model)
+    weights = weights_in(source)
+    for name, p in model.state_dict(keep_vars=True).items():
+        weight = weights.get(_plain(name))
+        if weight is None or weight.tensor.shape != p.shape or ".base_layer." in name:
+            continue
+        is_alike = weight.tensor.dtype == p.dtype
+        if p.element_size() == 1 and not is_alike:
+            raise DataError(
+                f"Cannot run the batch because {name} takes codes, and the other side has values.",
+                "Pass a module on both sides.",
+            )
+        p.copy_(weight.tensor if is_alike and weight.layer is None else weight.read())
+    return model
 
 
 class Same(Readings):
@@ -212,62 +234,76 @@ class Same(Readings):
 
 def compare_weights(first: Weights, second: Weights) -> Same:
     """Compare two sets of weights."""
-    before = Tensors(first)
-    after = Tensors(second)
+    before = weights_in(first)
+    after = weights_in(second)
     rows = []
-    for name, x in before.values.items():  # in an order that all ranks share
-        if name in after.values and x.shape == after.values[name].shape:
-            rows.append(_row(name, before, after))
+    for name, weight in before.items():  # in an order that all ranks share
+        if name in after and weight.tensor.shape == after[name].tensor.shape:
+            rows.append(_row(name, weight, after[name]))
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    result = Same([], [*_lines(rows), *_of_adapters(rows)])
+    result = Same([], _lines(rows))
     result.rows = rows
-    unlike = [row["name"] for row in rows if row["differ"]]
-    for side, here, there in (("first", before, after), ("second", after, before)):
-        lone = here.alone(there)
-        unlike += lone
+    unlike = []
+    bad = []
+    number = 0
+    for row in rows:
+        number += row["nonfinite"]
+        if row["differ"]:
+            unlike.append(row["name"])
+        if row["nonfinite"]:
+            bad.append(row["name"])
+    shared = {row["name"] for row in rows}
+    for side, weights in (("first", before), ("second", after)):
+        lone = _alone(weights, shared)
         if lone:
+            unlike += lone
             result.lines.append(f"only in the {side}, or in another shape: {told(lone)}")
-    bad = [row["name"] for row in rows if row["nonfinite"]]
     if unlike:
         result.add("other-weights", unlike, len(set(unlike)))
     if bad:
-        number = sum(row["nonfinite"] for row in rows)
         result.readings.append(measured("nonfinite", bad, number, 0, stage="start"))
     return result
 
 
-def _row(name: str, before: Tensors, after: Tensors) -> Row:
-    x = before.read(name)
-    y = after.read(name)
-    dtypes = before.values[name].dtype, after.values[name].dtype
+def _alone(weights: Mapping[str, Weight], shared: set[str]) -> list[str]:
+    """Return the names that another set lacks in their shape, under each of their tied names. Buffers
+    are left out, which no file may hold.
+    """
+    tied = {id(weights[name].tensor) for name in shared}
+    lone = []
+    for name, weight in weights.items():
+        is_there = name in shared or id(weight.tensor) in tied
+        if not is_there and not weight.is_buffer and ".lora_" not in name:
+            lone.append(name)
+    return sorted(lone)
+
+
+def _row(name: str, one: Weight, other: Weight) -> Row:
+    x = one.read()
+    y = other.read()
+    dtypes = one.tensor.dtype, other.tensor.dtype
     dtype = max(dtypes, key=unit_of)
-    if name in before.buffers | after.buffers or not y.is_floating_point():
-        dtype = torch.promote_types(*dtypes)
+    if one.is_buffer or other.is_buffer or not y.is_floating_point():
+        dtype = torch.float64
+    coded = [weight for weight in (one, other) if weight.scale is not None]
     codes = ""
-    if name in before.scales | after.scales:
+    if coded:
         dtype = torch.float32
-        if name not in after.scales:
-            codes = "first"
-            y = _nearest(y.float(), x, before.gap(name))
-        elif name not in before.scales:
-            codes = "second"
-            y = _nearest(y, x.float(), after.gap(name))
+    if len(coded) == 1:
+        codes = "first" if coded[0] is one else "second"
+        is_near = (x.float() - y.float()).abs() <= HALF_A_GAP * coded[0].gap()
+        y = torch.where(is_near, x.float(), y.float())
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
         "adapter_times": None, "codes": codes, **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
-    layer = (after.adapted | before.adapted).get(name)
-    if layer is not None:
-        added = y.double() - x.double()
-        row["adapter_times"] = times = _difference(product_of(layer), added)["factor"]
-        if row["change"] <= unit_of(dtype) and abs(times) <= MOST_TIMES:
-            row["differ"] = 0  # the merge rounded once
+    for weight in (one, other):
+        if weight.layer is not None and row["adapter_times"] is None:
+            times = _difference(weight.added(), y.double() - x.double())["factor"]
+            row["adapter_times"] = times
+            if row["change"] <= unit_of(dtype) and abs(times) <= MOST_TIMES:
+                row["differ"] = 0  # the merge rounded once
     return row
-
-
-def _nearest(y: Tensor, x: Tensor, gap: Tensor) -> Tensor:
-    """Return ``y``, but ``x`` where the two are within half a gap between codes."""
-    return torch.where((x - y).abs() <= HALF_A_GAP * gap, x, y)
 
 
 def _difference(x: Tensor, y: Tensor) -> Row:
@@ -290,6 +326,9 @@ def _difference(x: Tensor, y: Tensor) -> Row:
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:
+    """Yield the formats, how many values differ and where, and a tensor that holds adapters more often
+    than once.
+    """
     for dtype, count in Counter(row["dtype"] for row in rows).items():
         yield f"{counted(count, 'tensor')}: {dtype}"
     values = sum(row["values"] for row in rows)
@@ -298,13 +337,11 @@ def _lines(rows: list[Row]) -> Iterator[str]:
     equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
     yield f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}"
     if differing:
-        keys = "values", "differ", "change", "factor", "nonfinite"
-        shown = {"weights": "name", **dict(zip(keys, keys, strict=True))}
-        yield from Table(differing[:MOST_ROWS], shown).plain().splitlines()
-
-
-def _of_adapters(rows: list[Row]) -> Iterator[str]:
-    """Yield how often the second model holds adapters more than the first."""
+        names = ("values", "differ", "change", "factor", "nonfinite")
+        table = Table(
+            differing[:MOST_ROWS], {"weights": "name", **dict(zip(names, names, strict=True))}
+        )
+        yield from table.plain().splitlines()
     for row in rows:
         times = row["adapter_times"] or 0.0
         if abs(times) > MOST_TIMES:

@@ -23,7 +23,7 @@ from narrowgauge.report.figures import COLOURS, Line, figure
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import number
+from narrowgauge.runs.schema import EVAL, STEP, number
 from narrowgauge.spec.tables import Table, is_number
 
 ABOUT = {
@@ -41,18 +41,8 @@ ABOUT = {
 """What the page begins with: phrases of settings. One of an absent setting is left out."""
 MOST_LINES = 20
 """Of more, only the means of the recipes are drawn."""
-NATS = "nats per token"
-CURVES = {
-    "loss": ("Training loss", "Lower is better.", NATS),
-    "val_loss": ("Validation loss", "Lower is better.", NATS),
-    "edq": ("EDQ", "At 1 the whole update was stored, at 0 nothing.", "stored share of the update"),
-    "lr": ("Learning rate", "The largest of all groups.", "learning rate"),
-    "grad_norm": ("Gradient norm", "Of all gradients, before clipping.", "Euclidean norm"),
-    "tokens_per_second": ("Throughput", "As the machine was busy.", "tokens per second"),
-}
-"""Title, caption and unit of the figure of each column."""
-SHOWN = {"loss": (), "val_loss": (), "edq": (0.0, 1.1)}
-"""Values that the axis of a column includes; of others, 0."""
+CURVES = {name: column for name, column in (EVAL | STEP).items() if column.curve}
+"""The columns that are drawn."""
 
 
 def render(comparison: Comparison, runs: Sequence[Run]) -> str:
@@ -124,15 +114,15 @@ def figures(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     """Yield each figure with its caption. One that no run has values for is left out."""
     band = comparison.acceptable
     edges = (-1.5 * band, 1.5 * band)
-    for column, lines in lines_of(runs).items():
-        title, caption, unit = CURVES[column]
+    for name, lines in lines_of(runs).items():
+        title, caption, unit = CURVES[name].curve
         if lines:
-            yield figure((title, caption, unit), with_means(lines), SHOWN.get(column, (0.0,)))
-        apart = differences(lines, comparison.baseline) if unit == NATS else []
+            yield figure((title, caption, unit), with_means(lines), CURVES[name].axis)
+        apart = differences(lines, comparison.baseline) if CURVES[name].unit == "loss" else []
         if apart:
             title = f"{title} minus {comparison.baseline}"
             caption = "Of the same seed. Grey: ±1 % of the loss."
-            has_intervals = column == "val_loss"
+            has_intervals = name in EVAL
             if has_intervals:
                 caption += " Dotted: the 95 % interval over seeds."
             drawn = with_means(apart, has_intervals=has_intervals)
@@ -154,7 +144,7 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
         colour = COLOURS[place]
         dash = "none" if turn == 0 else "5 3"
         for name in CURVES:
-            rows = run.evals if name == "val_loss" else run.steps
+            rows = run.evals if name in EVAL else run.steps
             steps, values = column_in(rows, name)
             if len(steps):
                 line = Line(label, colour, seed_of(run), steps, values, dash=dash)

@@ -6,6 +6,7 @@ The console and the documentation print these tables. Rows may hold further colu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ class Column:
     stage: str = ""
     unit: str = ""
     area: str = ""
+    curve: Sequence[str] = ()
+    axis: Sequence[float] = (0.0,)
+    over: str = ""
 
     def text(self, row: Row) -> str:
         """Return the label and the row's value as the console prints them."""
