@@ -20,7 +20,7 @@ lowest bfloat16 bit of one weight before the run, which shows how far two equal 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,31 +97,26 @@ class Float8Sums:
 # ── an optimizer over a model ─────────────────────────────────────────────────────────────────────
 
 
-def decayed(model: nn.Module, decay: float) -> list[Options]:
-    """Return two param groups: matrices decay, vectors do not."""
-    groups: list[Options] = [
-        {"params": [], "weight_decay": decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
-    for p in model.parameters():
+def groups_of(
+    named: Iterable[tuple[str, Tensor]], decay: float, outer: Sequence[str] = ()
+) -> list[Options]:
+    """Return the parameters that train in groups: matrices decay, vectors do not. Those with a name
+    of ``outer`` keep AdamW beside another rule.
+    """
+    groups: dict[tuple[bool, bool], Options] = {}
+    for name, p in named:
         if p.requires_grad:
-            groups[p.ndim < 2]["params"].append(p)
-    return [group for group in groups if group["params"]]
+            is_outer = any(part in name for part in outer)
+            options: Options = {"params": [], "weight_decay": decay if p.ndim > 1 else 0.0}
+            if is_outer:
+                options["rule"] = "adamw"
+            groups.setdefault((p.ndim > 1, is_outer), options)["params"].append((name, p))
+    return [*groups.values()]
 
 
-def with_rule(model: nn.Module, decay: float) -> list[Options]:
-    """Return the groups of a matrix rule: embedding and head are AdamW's (Jordan et al. 2024)."""
-    outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    head = model.get_output_embeddings()
-    outer |= {id(p) for p in head.parameters()}
-    groups = []
-    for group in decayed(model, decay):
-        for is_outer in (False, True):
-            members = [p for p in group["params"] if (id(p) in outer) == is_outer]
-            rule = {"rule": "adamw"} if is_outer else {}
-            if members:
-                groups.append({**group, "params": members, **rule})
-    return groups
+def unnamed(groups: list[Options]) -> list[Options]:
+    """Return groups of parameters without names, as older optimizers take them."""
+    return [{**group, "params": [p for _, p in group["params"]]} for group in groups]
 
 
 def give_adapters(model: nn.Module, kind: str, seed: int) -> None:
@@ -150,32 +145,19 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
     recipe = row.name if storage else f"bfloat16/{row.name}"
     decay = options.pop("weight_decay")
     kind: Any = ng.AdamW
-    groups_before = decayed(model, decay)
+    outer: Sequence[str] = ()
     if rule == "galore":
         recipe = f"bfloat16/{storage}"
         kind = GaLore
-        groups_before = with_rule(model, decay)
+        outer = ("embed_tokens", "lm_head")  # Jordan et al. 2024
         for name, value in row.options.items():
             options[name] = float(value) if name == "scale" else int(value)
-    names = {p: name for name, p in model.named_parameters()}
 
     def grouped(named: list[tuple[str, Tensor]], **others: Any) -> ng.Optimizer:
-        """Group parameters as those of the model, by name."""
-        values = dict(named)
-        named_groups = []
-        for group in groups_before:
-            members = [(names[p], values[names[p]]) for p in group["params"]]
-            named_groups.append({**group, "params": members})
-        return kind(named_groups, **others)
+        return kind(groups_of(named, decay, outer), **others)
 
-    _, optimizer = ng.prepare(
-        model,
-        recipe,
-        optimizer=grouped,
-        seed=seed,
-        low_bits="random" if row.is_random else "zero",
-        **options,
-    )
+    options |= {"seed": seed, "low_bits": "random" if row.is_random else "zero"}
+    _, optimizer = ng.prepare(model, recipe, optimizer=grouped, **options)
     return optimizer
 
 
@@ -192,13 +174,14 @@ def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.
         give_adapters(model, row.adapters, seed)
     others = {"lr": options["lr"], "betas": options["betas"], "eps": 1e-8}
     decay = float(row.options.pop("decay", options["weight_decay"]))
-    if row.name == "autocast":
-        return RoundedAdamW(decayed(model, decay), rounded_states(row.options), **others)
     if row.name in PEERS_BY_NAME or row.name in FORMULAS:
         ng.cast_parameters(model, torch.bfloat16)
-        groups = decayed(model, decay)
-        if row.name in FORMULAS:
-            return RoundedAdamW(groups, FORMULAS[row.name], **others)
+    groups = unnamed(groups_of(model.named_parameters(), decay))
+    if row.name == "autocast":
+        return RoundedAdamW(groups, rounded_states(row.options), **others)
+    if row.name in FORMULAS:
+        return RoundedAdamW(groups, FORMULAS[row.name], **others)
+    if row.name in PEERS_BY_NAME:
         return PEERS_BY_NAME[row.name].make(groups, **others)
     return ours(row, model, seed, {**options, "eps": 1e-8, "weight_decay": decay})
 

@@ -12,6 +12,7 @@ other half. ``SmolLM2-135M`` is SmolLM2-135M-Instruct (Apache-2.0), which the pa
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -76,19 +77,12 @@ def texts() -> Iterator[str]:
 
 def tokens_of(vocab_size: int) -> Tensor:
     """Return the text in tokens of a byte-level BPE, which the first use trains and keeps."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     place = RUNS / f"sympy-{SYMPY}-{vocab_size}.npy"
     if not place.is_file():
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=["<|endoftext|>"],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(texts(), trainer)
+        sys.path.append(str(RUNS.with_name("examples")))
+        from first_minute import trained_coder
+
+        tokenizer = trained_coder(texts(), vocab_size)
         ids: list[int] = []
         for text in texts():
             ids += [*tokenizer.encode(text).ids, 0]

@@ -5,14 +5,14 @@ run as the pages recommend: gradients are clipped to a norm of 1, one of ten ste
 kernels are compiled.
 
 - ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights, and
-  over the same on bfloat16 weights. A round is ten steps. The ratio depends on the memory: its
-  speed is that of the fused step. Each run appends its rows to ``benchmarks/steps.jsonl``.
+  over the same on bfloat16 weights. A round is ten steps. Each run appends its rows to
+  ``benchmarks/steps.jsonl``.
 - ``layers``: forward and backward of a small layer, and of a large one, over ``nn.Linear`` in
   bfloat16.
 - ``first``: the first step of a process, from an empty and from a warm cache, without the import.
 - ``watch``: steps of a loop under ``ng.watch``, over the same steps unwatched.
-- ``memory``: the highest memory of a step, beside the plan of the same model and batch. The model
-  has the shape of Collage's (2405.03637) at an eighth of its width; on Linux, with transformers.
+- ``memory``: the highest memory of a step. The model has the shape of Collage's (2405.03637) at an
+  eighth of its width; on Linux, with transformers.
 
 Steps and layers are those of the CUDA device where there is one. What is not installed or cannot
 run is left out with a line that says why.
@@ -24,7 +24,6 @@ for AVX2.
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import os
 import tempfile
@@ -42,7 +41,7 @@ import torch
 from _conditions import keep
 from _peers import PACKAGES, PEERS, Peer, reason
 from _timing import Contender, Row, begin, exit_by, measure, parameters, parser, show
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.spec.computes import COMPUTES
@@ -55,9 +54,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weigh
 STEPS = 10
 """Steps of a round: by default one of ten is audited."""
 FUSED = "torch fused"
-FUSED_BFLOAT16 = "torch fused bfloat16"
-FUSED_BYTES = 40
-"""Bytes of a parameter that the clipped fused step moves: 12 of the clipping."""
+FUSED_BFLOAT16 = "torch AdamW bfloat16"
 LINEAR = "nn.Linear"
 LAYERS = {
     "cpu": ("float8-row", "int8-row", "mxfp8"),
@@ -148,7 +145,6 @@ def steps(shapes: Shapes, rounds: int, peers: Sequence[Peer]) -> list[Row]:
     rows = timed(makers, rounds, per_call=STEPS)
     for row in rows:
         row["over bfloat16"] = row["median ms"] / rows[1]["median ms"]
-        row["µs a tensor"] = 1e3 * row["median ms"] / len(shapes)
     return rows
 
 
@@ -156,10 +152,7 @@ def report_steps(rounds: int, is_quick: bool) -> None:
     """Measure, print and keep the steps of all sizes."""
     for tensors, shapes in (QUICK if is_quick else SIZES[DEVICE]).items():
         rows = steps(shapes, rounds, () if is_quick else PEERS)
-        num_bytes = FUSED_BYTES * sum(math.prod(shape) for shape in shapes)
-        num_threads = torch.get_num_threads() if DEVICE == "cpu" else 1
-        speed = num_bytes * num_threads / (1e6 * rows[0]["median ms"])
-        show(f"one step of {tensors} parameters; the fused step moves {speed:.3g} GB/s", rows)
+        show(f"one step of {tensors} parameters", rows)
         if is_quick:
             continue
         records = []
@@ -255,18 +248,6 @@ def first_steps(storages: Sequence[str]) -> list[Row]:
     return rows
 
 
-def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    torch.manual_seed(0)
-    config = OPTConfig(
-        hidden_size=512, word_embed_proj_dim=512, num_attention_heads=4, num_hidden_layers=16, ffn_dim=2048,
-        max_position_embeddings=256, vocab_size=6284, dropout=0.0, attn_implementation="sdpa",
-    )  # fmt: skip
-    tokens = torch.randint(config.vocab_size, (4, 256))
-    return OPTForCausalLM(config), {"input_ids": tokens, "labels": tokens}
-
-
 def resident(key: str) -> int:
     """Return a field of this process's memory in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -277,61 +258,63 @@ def resident(key: str) -> int:
 
 def memory_of_a_step(storage: str) -> float:
     """Return the bytes of a parameter that the second step takes at its highest."""
+    from transformers import OPTConfig, OPTForCausalLM
+
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=512, word_embed_proj_dim=512, num_attention_heads=4, num_hidden_layers=16, ffn_dim=2048,
+        max_position_embeddings=256, vocab_size=6284, dropout=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.randint(config.vocab_size, (4, 256))
     before = resident("VmRSS")
-    model, batch = model_and_batch()
-    model, optimizer = ng.prepare(model, f"bfloat16/{storage}", lr=1e-3)
+    model, optimizer = ng.prepare(OPTForCausalLM(config), f"bfloat16/{storage}", lr=1e-3)
     for _ in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # the highest value begins anew
-        model(**batch).loss.backward()
+        model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return (resident("VmHWM") - before) / sum(p.numel() for p in model.parameters())
 
 
 def memory() -> list[Row]:
-    """Return the memory of a step in each storage, and the plan's without what a GPU adds."""
+    """Return the memory of a step in each storage."""
     rows: list[Row] = []
     for storage in ("master", "collage-plus", "collage-light", "word"):
         # Free memory goes back to the system at once.
         settings = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        row: Row = {"": storage, "measured": fresh(memory_of_a_step, storage, **settings)}
-        model, batch = model_and_batch()
-        plan = ng.plan(model.bfloat16(), batch=batch, storage=storage, chip="A100-SXM4-80GB")
-        num_params = sum(p.numel() for p in model.parameters())
-        row["planned"] = (plan.state_bytes + plan.step_bytes) / num_params
-        rows.append(row)
-    for row in rows:
-        for name in ("measured", "planned"):
-            row[f"{name} less master's"] = f"{row[name] / rows[0][name] - 1:+.1%}"
+        rows.append({"": storage, "measured": fresh(memory_of_a_step, storage, **settings)})
+        rows[-1]["less master's"] = f"{rows[-1]['measured'] / rows[0]['measured'] - 1:+.1%}"
     return rows
 
 
 # ── a watched loop ────────────────────────────────────────────────────────────────────────────────
 
 
-class Loop:
-    """A loop that people write, over random tokens."""
+def loop(name: str, shape: tuple[int, int], is_watched: bool) -> Callable[[], None]:
+    """Return the step of a loop that people write, over random tokens."""
+    model = language_model.build(name, vocab_size=VOCABULARY, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+    if is_watched:
+        ng.watch(model, optimizer)
 
-    def __init__(self, name: str, shape: tuple[int, int]) -> None:
-        self.model = language_model.build(name, vocab_size=VOCABULARY, seed=0)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
-
-    def step(self) -> None:
-        loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+    def step() -> None:
+        loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         loss.item()
+
+    return step
 
 
 def watched(name: str, shape: tuple[int, int], rounds: int) -> None:
     """Report what a watch costs."""
-    plain, loop = Loop(name, shape), Loop(name, shape)
-    ng.watch(loop.model, loop.optimizer)
-    contenders = [Contender("unwatched", plain.step), Contender("watched", loop.step)]
+    contenders = []
+    for title, is_watched in (("unwatched", False), ("watched", True)):
+        contenders.append(Contender(title, loop(name, shape, is_watched)))
     rows = measure(contenders, rounds=rounds)
     show(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
 

@@ -42,6 +42,7 @@ from _conditions import conditions, digests
 from _rows import Float8Sums, bytes_per_param, prepared, row_of
 from _starts import BYTES, SMOLLM2, Start, expect_pinned, start_of
 from _timing import exit_by
+from outliers import peaks_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -248,31 +249,17 @@ class Training:
 def outliers(model: nn.Module, blocks: Tensor) -> dict[str, float]:
     """Return the worst inputs of ``down_proj`` over all layers, and what float8 costs there.
 
-    ``max_to_rms`` is the largest magnitude over the root mean square, ``channel_to_median`` the
-    largest channel over the median one. A compute has its loss less that of bfloat16 for the same
-    weights.
+    ``channel_to_median`` is the largest channel over the median one. A compute has its loss less
+    that of bfloat16 for the same weights.
     """
-    figures = {"max_to_rms": 0.0, "channel_to_median": 0.0}
-    followed: Any = copy.deepcopy(model)
-
-    def follow(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].float().flatten(0, -2).abs()
-        channels = x.amax(0)
-        ratios = {
-            "max_to_rms": x.max() / x.square().mean().sqrt(),
-            "channel_to_median": channels.max() / channels.median(),
-        }
-        for name, ratio in ratios.items():
-            figures[name] = max(figures[name], float(ratio))
-
-    hooks = []
-    for block in followed.model.layers:
-        hooks.append(block.mlp.down_proj.register_forward_pre_hook(follow))
-    wide = validation_loss(followed, blocks, False)
-    for hook in hooks:
-        hook.remove()
+    ratio = 0.0
+    for part in blocks.split(8):
+        for channels in peaks_of(model, part.to(DEVICE)).values():
+            ratio = max(ratio, float(channels.max() / channels.median()))
+    figures = {"channel_to_median": ratio}
+    wide = validation_loss(model, blocks, False)
     for compute in ("float8-tensor", "float8-row"):
-        swapped = copy.deepcopy(followed)
+        swapped = copy.deepcopy(model)
         ng.swap_linears(swapped, compute)
         figures[compute] = validation_loss(swapped, blocks, False) - wide
     return figures

@@ -7,7 +7,8 @@ stands between the two comments is written here::
     at <!-- evidence: naive -->+0.182 ± 0.041<!-- end --> nats
 
 A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
-runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
+runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does, and ``when KEY`` the
+dates and processors of a figure. ::
 
     python docs/evidence.py     write README, RESULTS, CLAIMS and docs/
 """
@@ -98,17 +99,16 @@ def conditions(run: Row, baseline: str) -> str:
 
 
 def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
-    """Return each run with the baseline's of the same conditions."""
+    """Return each run with the run of the baseline's row that has the same conditions."""
     bases = {}
     for base in baseline:
         if base["loss"] is not None:
             bases[conditions(base, base["row"])] = base
+    names = {base["row"] for base in bases.values()}
     paired = []
     for run in runs:
-        for name in {base["row"] for base in bases.values()}:
-            base = bases.get(conditions(run, name))
-            if base is not None:
-                paired.append((run, base))
+        for key in bases.keys() & {conditions(run, name) for name in names}:
+            paired.append((run, bases[key]))
     return paired
 
 
@@ -149,17 +149,13 @@ def of_one_text(runs: list[Row]) -> list[Row]:
     """Return the runs of the text with the most seeds, of the newest of these. Two texts are never
     pooled.
     """
-    texts: dict[str, list[Row]] = {}
+    seeds: dict[str, set[Any]] = {}
     for run in runs:
-        texts.setdefault(run.get("text", ""), []).append(run)
-    if not texts:
-        return []
-    return max(texts.values(), key=seeds_and_date)
-
-
-def seeds_and_date(runs: list[Row]) -> tuple[int, str]:
-    """Return how many seeds runs have, and their last date."""
-    return len({run.get("seed") for run in runs}), max(run.get("date", "") for run in runs)
+        seeds.setdefault(run.get("text", ""), set()).add(run.get("seed"))
+    newest = sorted(runs, key=lambda run: str(run.get("date")), reverse=True)
+    texts = dict.fromkeys(run.get("text", "") for run in newest)
+    best = max(texts, key=lambda text: len(seeds[text]), default="")
+    return [run for run in runs if run.get("text", "") == best]
 
 
 def short(processor: str) -> str:
@@ -188,22 +184,17 @@ def fraction_kept(paired: Pairs) -> float:
     return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in paired)
 
 
-def mean(runs: list[Row], field: str, form: str) -> str:
-    values = [run[field] for run in runs if run.get(field) is not None]
-    return format(statistics.fmean(values), form) if values else "–"
-
-
-def range_of(runs: list[Row], field: str) -> str:
+def range_of(runs: list[Row], field: str, form: str = ".3g") -> str:
     """Return the least and the greatest value of a field, of repeats behind their median; or its
     text.
     """
     values = [run[field] for run in runs if run.get(field) is not None]
     if not values or isinstance(values[0], str):
         return values[0] if values else "–"
-    ends = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
+    ends = " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
     if "repeat" not in runs[0] or " to " not in ends:
         return ends
-    return f"{statistics.median(values):.3g} ({ends})"
+    return f"{statistics.median(values):{form}} ({ends})"
 
 
 def series(runs: list[Row], field: str) -> str:
@@ -234,34 +225,28 @@ def cell(spec: Row) -> str:
     Args:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
-            compared with. What they ``show``: the ``mean`` or the ``range`` of a ``field``, which
-            may be text, the range of each row as a ``series``, the ``seeds``, the loss ``less``
-            the baseline's, their ``equivalence``, the ``change`` from the first loss, how far it is
-            ``ahead`` in 0.001 nats, or how much of the baseline's fall is ``kept``; in a ``form``.
+            compared with. What they ``show``: the ``range`` of a ``field``, which may be text, in a
+            ``form``; that of each row as a ``series``; the loss ``less`` the baseline's; their
+            ``equivalence``; the ``change`` from the first loss; or how much of the baseline's fall
+            is ``kept``.
     """
     how = spec["show"]
     runs, paired = runs_of(spec)
     if not runs:
         return "–"
     if how == "range":
-        return range_of(runs, spec["field"])
-    if how == "series":
-        return series(runs, spec["field"])
-    if how == "seeds":
-        return str(len({run["seed"] for run in runs}))
-    if how == "mean":
-        text = mean(runs, spec["field"], spec["form"])
+        text = range_of(runs, spec["field"], spec.get("form", ".3g"))
+    elif how == "series":
+        text = series(runs, spec["field"])
     elif how == "less":
         text = interval(differences(paired))
     elif how == "equivalence":
         text = equivalence(paired)
     elif how == "change":
         text = interval([run["loss"] - run["losses"]["0"] for run in runs])
-    elif how == "ahead":
-        text = f"{-1e3 * statistics.fmean(differences(paired)):+.2f}"
     else:
-        text = format(fraction_kept(paired), spec["form"])
-    return text.replace("-", "−").replace("%", " %")
+        text = f"{fraction_kept(paired):.0%}"
+    return re.sub(r"-(?=\d)", "−", text).replace("%", " %")
 
 
 def figure(row: Row) -> str:
@@ -278,28 +263,20 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def table(spec: Row) -> str:
-    """Return a table: a cell has what the table, its column and its row say.
+    """Return a table: a cell has what the table, its row and its column say.
 
     Args:
         spec: ``columns`` and ``rows`` with a title and parts of a cell. A row may be the name of
-            runs alone, and without ``rows`` every name has one. A column may name other
-            ``records``, where the runs of a row may have another name, as which they are ``timed``.
+            runs alone.
     """
-    records = lines_of(f"benchmarks/{spec['records']}.jsonl")
-    names = dict.fromkeys(run["row"] for run in chosen(records, spec["where"]))
     lines = []
-    for row in spec.get("rows", names):
+    for row in spec["rows"]:
         if isinstance(row, str):
             row = {"title": spec.get("title", "{}").format(row), "where": {"row": row}}
         cells = [row["title"]]
         for column in spec["columns"]:
-            shared = {**spec, **row}
-            where = {**spec["where"], **row["where"]}
-            if "records" in column:
-                # These runs have nothing else in common with those of the other columns.
-                shared, where = {}, {"row": row.get("timed", where.get("row"))}
-            where |= column.get("where", {})
-            cells.append(cell({**shared, **column, "where": where}))
+            where = {**spec["where"], **row["where"], **column.get("where", {})}
+            cells.append(cell({**spec, **row, **column, "where": where}))
         lines.append(cells)
     return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
 
@@ -377,10 +354,15 @@ def section_table(name: str) -> str:
 
 
 def written(name: str) -> str:
-    """Return what stands at a citation: a table between empty lines, or the figure of a row."""
+    """Return what stands at a citation: a table between empty lines, the figure of a row, or when
+    and where it was measured.
+    """
     tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
-    if name.startswith("section "):
-        return f"\n\n{section_table(name.removeprefix('section '))}\n\n"
+    kind, _, key = name.partition(" ")
+    if kind == "section":
+        return f"\n\n{section_table(key)}\n\n"
+    if kind == "when":
+        return measured(evidence()[key])
     return f"\n\n{table(tables[name])}\n\n" if name in tables else figure(evidence()[name])
 
 

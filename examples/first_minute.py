@@ -12,8 +12,11 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from narrowgauge.cli.main import main
 from narrowgauge.spec.models import MODELS
@@ -46,18 +49,8 @@ def stdlib_texts() -> Iterator[str]:
         yield file.read_text("utf-8-sig", "replace")  # some test other encodings
 
 
-def stdlib_tokens() -> Path:
-    """Return the folder with the tokens of the standard library.
-
-    The first use trains its tokenizer: byte-level BPE.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    size = MODELS["llama-1m"].vocab_size
-    out = Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{size}"
-    if (out / "tokens.npy").exists():
-        return out
+def trained_coder(texts: Iterable[str], size: int) -> Tokenizer:
+    """Return a byte-level BPE with so many tokens, trained on texts."""
     coder = Tokenizer(models.BPE())
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = decoders.ByteLevel()
@@ -65,7 +58,20 @@ def stdlib_tokens() -> Path:
         vocab_size=size, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    coder.train_from_iterator(stdlib_texts(), trainer)
+    coder.train_from_iterator(texts, trainer)
+    return coder
+
+
+def stdlib_tokens() -> Path:
+    """Return the folder with the tokens of the standard library.
+
+    The first use trains its tokenizer.
+    """
+    size = MODELS["llama-1m"].vocab_size
+    out = Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{size}"
+    if (out / "tokens.npy").exists():
+        return out
+    coder = trained_coder(stdlib_texts(), size)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=END_OF_TEXT)
     return write_tokens(stdlib_texts(), tokenizer, out)
 
