@@ -106,7 +106,7 @@ def keep(file: Path, rows: Sequence[Record], **shared: Any) -> None:
         held[name] = digest(name)
     with file.open("a", encoding="utf-8") as stream:
         for row in rows:
-            record = {**row, **shared, "load": load(), **conditions()}
+            record = {"load": load(), **conditions(), **shared, **row}
             for name, value in record.items():
                 if isinstance(value, float):
                     record[name] = float(f"{value:.4g}")

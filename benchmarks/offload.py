@@ -47,7 +47,6 @@ FILE = Path(__file__).with_name("offload.jsonl")
 ELEMENTS = 2**25
 CASES: dict[str, tuple[Shapes, float | None]] = {
     "one matrix": ([(8192, 4096)], None),
-    "one matrix, clipped": ([(8192, 4096)], 1.0),
     "32 matrices, clipped": ([(1024, 1024)] * 32, 1.0),
     "one vector, clipped": ([(ELEMENTS,)], 1.0),
 }
@@ -118,17 +117,16 @@ def bare_steps(
     if clips:
         optimizer.max_grad_norm = norm
 
-    def run() -> None:
-        for _ in range(STEPS):
-            if is_wide:
-                torch._foreach_copy_([p.grad for p in params], grads)
-            if norm and not clips:
-                nn.utils.clip_grad_norm_(params, norm)
-            optimizer.step()
-            if is_wide:
-                torch._foreach_copy_(leaving, [p.detach() for p in params])
+    def step() -> None:
+        if is_wide:
+            torch._foreach_copy_([p.grad for p in params], grads)
+        if norm and not clips:
+            nn.utils.clip_grad_norm_(params, norm)
+        optimizer.step()
+        if is_wide:
+            torch._foreach_copy_(leaving, [p.detach() for p in params])
 
-    run()
+    step()
     size = dtype.itemsize
     states = bytes_held(optimizer) - 4
     facts[name] = {"held": 2 * size + states, "resident": (resident("VmRSS") - before) / ELEMENTS}
@@ -138,24 +136,27 @@ def bare_steps(
     if norm:
         moved += size if clips else 3 * size
     facts[name]["moved"] = moved
-    return run
+    return partial(repeated, step)
 
 
-def copies(source: Tensor, target: Tensor) -> None:
+def repeated(step: Callable[[], object]) -> None:
     for _ in range(STEPS):
-        target.copy_(source)
+        step()
 
 
 def bare(seed: int) -> Iterator[Row]:
     """Yield the rows of one repeat of bare steps."""
+    source, target = torch.zeros(2, ELEMENTS)
+    copy = partial(target.copy_, source)
     for tensors, (shapes, norm) in CASES.items():
         grads = [torch.randn(shape).mul_(1e-3).bfloat16() for shape in shapes]
         facts: dict[str, Row] = {"a copy": {"moved": 8.0}}
         makers: dict[str, Any] = {}
         for name in drawn(WAYS, seed):
             makers[name] = partial(bare_steps, name, grads, norm, facts)
-        makers["a copy"] = lambda: partial(copies, *torch.zeros(2, ELEMENTS))
-        for row in rows_of(contenders_of(makers, per_call=STEPS), tensors):
+        makers["a copy"] = partial(partial, repeated, copy)
+        contenders = contenders_of(makers, per_call=STEPS)
+        for row in rows_of(contenders, tensors, rounds=2, warmup=1):
             row |= facts[row["row"]]
             yield row | {"GB/s": row["moved"] * ELEMENTS * 1e-6 / row["median ms"]}
 
@@ -167,11 +168,14 @@ def drawn(names: Iterable[str], seed: int) -> list[str]:
     return [first, *others]
 
 
-def rows_of(contenders: list[Contender], tensors: str) -> Iterator[Row]:
+def rows_of(
+    contenders: list[Contender], tensors: str, *, rounds: int, warmup: int
+) -> Iterator[Row]:
     """Yield a row for each contender that runs here, and number of threads."""
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for row in measure(contenders, rounds=2, warmup=1, clock=time.perf_counter):
+        times = measure(contenders, rounds=rounds, warmup=warmup, clock=time.perf_counter)
+        for row in times:
             shared = {"row": row.pop(""), "tensors": tensors, "threads": threads}
             yield shared | {"over float32": row["ratio"], "median ms": row["median ms"]}
 
@@ -242,7 +246,7 @@ def engines(seed: int) -> Iterator[Row]:
     """Yield the rows of one repeat of whole steps."""
     torch.distributed.init_process_group("gloo")
     contenders = [engine_of(name) for name in drawn(ENGINES, seed)]
-    yield from rows_of(contenders, "32 layers, clipped")
+    yield from rows_of(contenders, "32 layers, clipped", rounds=STEPS, warmup=3)
     torch.distributed.destroy_process_group()
 
 
@@ -263,6 +267,8 @@ def main() -> int:
     options = flags.parse_args()
     begin("offload", options, peers=("deepspeed",))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    # Freed memory goes back to the system, so that the next contender's is counted.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DEEPSPEED_LOG_LEVEL": "error"}
     for number in range(options.rounds):
         for part in options.only:
