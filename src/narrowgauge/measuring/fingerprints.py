@@ -205,7 +205,6 @@ def _joined(of_ranks: list[Entries]) -> Entries:
         if is_batch or len(set(hashes)) > 1:
             number = combine(hashes)
             square = sum(part[1] for part in parts)
-        if is_batch:
             numel = sum(part[2] for part in parts)
         joined[key] = [number, square**0.5, numel, dtype]
         if len(set(hashes)) > 1:

@@ -296,22 +296,11 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
             beside.append(_run(side, batch, forced, Wide()))
             noises.append(_run(side, batch, {}, Wide()).noise)
     _compare_places(places, ours, alone, beside, max(UNUSUAL, 16 * unit), result)
-    if LOG_PROBS not in places:
+    if LOG_PROBS in places:
+        noise = min(noises, key=torch.norm) + unit
+        _compare_log_probs(theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0], noise, result)
+    else:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
-        return
-    noise = min(noises, key=torch.norm) + unit
-    difference = theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0]
-    rms, largest = _sizes_of(difference)
-    rms_noise, largest_noise = _sizes_of(noise)
-    result.lines.append(
-        f"log probabilities of {counted(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
-        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
-    )
-    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
-        if value > bound:
-            reading = measured("other-outputs", LOG_PROBS, value, 0.0, bound, stage="loss")
-            result.readings.append(reading)
-            return
 
 
 def _compare_places(
@@ -353,6 +342,21 @@ def _compare_places(
     if wrong:
         names = [reading.tensor for reading in wrong]
         result.readings.append(replace(wrong[0], tensor=of_all(names)))
+
+
+def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:
+    """Compare log probabilities of both sides, beside what rounding changes."""
+    rms, largest = _sizes_of(difference)
+    rms_noise, largest_noise = _sizes_of(noise)
+    result.lines.append(
+        f"log probabilities of {counted(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
+        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
+    )
+    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
+        if value > bound:
+            reading = measured("other-outputs", LOG_PROBS, value, 0.0, bound, stage="loss")
+            result.readings.append(reading)
+            return
 
 
 def _sizes_of(x: Tensor) -> tuple[float, float]:

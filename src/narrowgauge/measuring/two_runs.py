@@ -117,38 +117,54 @@ class TwoRuns(Readings):
         units = _roundoff(first), _roundoff(second)
         u = None if None in units else max(filter(None, units))
         is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
-        rows = _rows_of(first), _rows_of(second)
-        steps = sorted(rows[0].keys() & rows[1].keys())
-        here: dict[str, Entry] = {}
-        there: dict[str, Entry] = {}
-        differing: list[Reading] = []
+        one = _rows_of(first)
+        other = _rows_of(second)
+        steps = sorted(one.keys() & other.keys())
+        details: list[str] = []
+        self.is_rounding = self.is_complete = False
         for step in steps:
-            here, there = (_entries(table[step], step) for table in rows)
+            here = _entries(one[step], step)
+            there = _entries(other[step], step)
             differing = [*_differences(step, here, there, u)]
+            self.is_complete = not differing and LAST in here.keys() & there.keys()
             if differing:
+                beyond = [reading for reading in differing if reading.excess > 1]
+                is_measured = any(reading.bound is not None for reading in beyond)
+                self.readings = beyond if is_measured else differing
+                self.is_rounding = not beyond and is_alike
+                details = self._details(here, there)
                 break
-        beyond = [reading for reading in differing if reading.excess > 1]
-        is_measured = any(reading.bound is not None for reading in beyond)
-        self.readings = beyond if is_measured else differing
-        self.is_rounding = bool(differing) and not beyond and is_alike
-        self.is_complete = not differing and LAST in here.keys() & there.keys()
         self.verdict = self._verdict(sum(step > 0 for step in steps))
-        self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
-        if self.readings:
-            at = self.readings[0]
-            if at.what == "only-in-one-run":
-                self.lines.append(f"Only {self.names[int(at.value or 0)]} has {at.tensor}.")
-            elif at.tensor:
-                self.lines += _ranks(here[at.tensor], there[at.tensor])
-            if u is None:
-                words = "No format of the outputs is recorded, so no bound of rounding is known."
-                self.lines.append(words)
-        if self.settings:
-            pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
+        self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
+        if u is None and self.readings:
+            words = "No format of the outputs is recorded, so no bound of rounding is known."
+            self.lines.append(words)
+        pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
+        if pairs:
             self.lines.append(f"Recorded settings that differ: {told(pairs, 6)}.")
         elif self.readings:
             self.lines.append("No recorded setting differs.")
         self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
+
+    def _details(self, here: Mapping[str, Entry], there: Mapping[str, Entry]) -> list[str]:
+        """Return which run alone has the first tensor that differs, or which of its ranks differ. A run
+        whose ranks are alike has one hash.
+        """
+        at = self.readings[0]
+        if at.what == "only-in-one-run":
+            return [f"Only {self.names[int(at.value or 0)]} has {at.tensor}."]
+        if not at.tensor:
+            return []
+        entries = here[at.tensor], there[at.tensor]
+        count = max(len(entry.hashes) for entry in entries)
+        hashes = [entry.hashes or [int(entry.bits)] * count for entry in entries]
+        ranks = []
+        for rank, (first, second) in enumerate(zip(*hashes, strict=False)):
+            if first != second:
+                ranks.append(str(rank))
+        if len(hashes[0]) != len(hashes[1]) or len(ranks) == count:
+            return []
+        return [f"Of {count} ranks these differ there: {', '.join(ranks)}."]
 
     def _verdict(self, number: int) -> str:
         if self.readings:
@@ -249,16 +265,3 @@ def _differences(
         reading = Reading(step, stage, entry.tensor, what, *numbers)
         if one.bits != entry.bits and (entry.column is not OTHER or reading.excess > 1):
             yield reading
-
-
-def _ranks(here: Entry, there: Entry) -> list[str]:
-    """Return which ranks' parts of a tensor differ, if some are equal. A run whose ranks are alike has
-    one hash.
-    """
-    count = max(len(here.hashes), len(there.hashes))
-    first = here.hashes or [int(here.bits)] * count
-    second = there.hashes or [int(there.bits)] * count
-    ranks = [str(rank) for rank in range(count) if first[rank:] and first[rank] != second[rank]]
-    if len(first) != len(second) or len(ranks) == count:
-        return []
-    return [f"Of {count} ranks these differ there: {', '.join(ranks)}."]
