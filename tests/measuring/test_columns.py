@@ -103,8 +103,8 @@ def test_what_no_record_says_explains_nothing() -> None:
 
 BAD: dict[str, Any] = {
     "loss": math.nan, "val_loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "limit": math.nan, "arrived": 0.0,
-    "largest": math.inf, "edq": 0.2, "utilization": 0.2, "skipped": True, "kept": True, "stored": {"a": 0.2}, "apart": ["a"],
-    "unsummed": ["a"], "loss_scale": (2.0, 1024.0), "tokens_per_second": (1000.0, 10.0),
+    "largest": math.inf, "edq": 0.2, "utilization": 0.2, "skipped": True, "kept": True, "same_data": True, "stored": {"a": 0.2},
+    "apart": ["a"], "unsummed": ["a"], "loss_scale": (2.0, 1024.0), "tokens_per_second": (1000.0, 10.0),
 }  # fmt: skip
 """By column: a bad value, or the values before and from step 30."""
 

@@ -44,6 +44,9 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
     "not-restored": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "loss scale", 400),
     "zero-gradients": (stepped(lambda s: {"arrived": 0.0}, 40), "", 1),
+    "missing-gradients": (stepped(lambda s: {"arrived": 1.0, "missing": ["a"]}, 40), "a", 1),
+    "same-data": (stepped(lambda s: {"same_data": True}, 40), "", 1),
+    "zero-rate": (stepped(lambda s: {"lr": 0.0 if s >= 400 else 1e-3, "largest": 0.0 if s >= 400 else 1e-3}), "", 400),
     "gradients-kept": (stepped(lambda s: {"kept": True}, 40), "", 1),
     "masters-apart": (stepped(after(400, stored={"a": 0.0}, behind=["a"])), "a", 404),
     "stored-share of audits": (stepped(lambda s: {"stalled": {"b": 0.3, "a": 0.5} if s == 400 else {}}), "b and 1 other", 400),
@@ -102,21 +105,24 @@ NUMBER = 200
     [
         ("zero-gradients", "", {"arrived": 0.0}),
         ("zero-gradients", "expert", {"zero": ["expert"]}),
+        ("missing-gradients", "expert", {"missing": ["expert"]}),
         ("gradients-kept", "", {"kept": True}),
+        ("same-data", "", {"same_data": True}),
     ],
 )
 def test_a_count_over_the_run_speaks_from_nine_in_ten_on(
     percent: int, kind: str, tensor: str, rare: Row
 ) -> None:
-    """Games, policies and rare experts mean the others."""
+    """Games, policies and rare experts mean the others, which are named as not looked at."""
     laws = Laws()
     readings: list[Reading] = []
     for step in range(NUMBER):
         is_so = (step + 1) * percent // 100 > step * percent // 100
-        fields = {"arrived": 1.0, "kept": False} | (rare if is_so else {})
+        fields = {"arrived": 1.0, "kept": False, "same_data": False} | (rare if is_so else {})
         readings = laws.read(Step(step + 1, **fields))
     assert [(r.what, r.tensor) for r in readings] == [(kind, tensor)] * (percent > 90)
-    for reading in readings:
+    assert [(r.what, r.tensor) for r in laws.usual] == [(kind, tensor)] * (0 < percent < 90)
+    for reading in (*readings, *laws.usual):
         assert reading.value == pytest.approx(percent / 100) and f"{percent}.0%" in reading.text
 
 

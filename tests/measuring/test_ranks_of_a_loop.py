@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,21 @@ AT = 2
 NAME = "1.weight"
 
 
-def train(rank: int, folder: Path, has_fault: bool) -> None:
-    """Train and record, with one flipped bit in a gradient of the second rank in one step."""
+def train(rank: int, folder: Path, fault: str) -> None:
+    """Train and record: with one flipped bit in a gradient of the second rank in one step, or with the
+    same data on all ranks.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(29, 16), torch.nn.Linear(16, 29))
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ng.RunRecorder(folder, parallel, optimizer, fingerprints_every=1) as recorder:
         for step in range(1, STEPS + 1):
-            seeded = torch.Generator().manual_seed(10 * step + rank)
+            seeded = torch.Generator().manual_seed(10 * step + rank * (fault != "same-data"))
             tokens = torch.randint(0, 29, (4, 8), generator=seeded)
             loss = F.cross_entropy(parallel(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
-            if has_fault and rank == 1 and step == AT:
+            if fault == "flipped" and rank == 1 and step == AT:
                 gradient: Any = model.get_parameter(NAME).grad
                 gradient.view(torch.int32)[3, 5] ^= 1 << 20
             optimizer.step()
@@ -76,18 +80,23 @@ def apart(folder: Path) -> list[tuple[int, str]]:
     return [(r.step, r.tensor) for r in readings if r.what == "ranks-apart"]
 
 
-UNLIKE = (
-    ([7, 7, 7, 7], 0), ([7, 7, 8, 7], 3), ([6, 7, 7, 7], 1), ([7, 7, 8, 9], -1), ([6, 6, 7, 8], -1), ([7, 7, 8, 8], -1),
-    ([6, 7, 8, 9], -1),
-)  # fmt: skip
-"""Values of four ranks, and the only rank that has another one, counted from 1."""
+VALUES = [*itertools.product(range(6, 10), repeat=4)]
+"""Values of four ranks."""
+
+
+def lone(values: tuple[int, ...]) -> int:
+    """Return the only rank that has another value, counted from 1; -1 if others differ."""
+    (_, most), *rest = Counter(values).most_common()
+    if most < 3:
+        return -1
+    return values.index(rest[0][0]) + 1 if rest else 0
 
 
 def train_all(rank: int, place: Path) -> list[Any]:
-    for name, has_fault in (("healthy", False), ("faulty", True)):
-        train(rank, place / name, has_fault)
+    for fault in ("healthy", "flipped", "same-data"):
+        train(rank, place / fault, fault)
     linear = ("1.weight", "1.bias")
-    values = torch.tensor([values[rank] for values, _ in UNLIKE])
+    values = torch.tensor([values[rank] for values in VALUES])
     return [
         RankSums(all_ranks(), {})._unlike(values).tolist(),
         train_without_wrapper(rank, place / "parts", linear, ""),
@@ -101,14 +110,16 @@ def train_all(rank: int, place: Path) -> list[Any]:
 def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path) -> None:
     answers = run_ranks(train_all, 4, tmp_path / "ranks", tmp_path)[0]
     unlike, parts, unsent, unsummed, written, broken = answers
-    assert unlike == [expected for _, expected in UNLIKE]
+    assert unlike == [*map(lone, VALUES)]
     assert parts == broken == []
     assert unsent == [(1, "1.weight and 1 other")]
     assert unsummed == [(1, "0.weight")]
     assert written == [(2, "0.weight on rank 1")]
-    assert apart(tmp_path / "healthy") == []
-    assert apart(tmp_path / "faulty") == [(AT, f"{NAME} on rank 1")]
-    runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
+    assert ng.diagnose(tmp_path / "healthy").ok
+    assert apart(tmp_path / "flipped") == [(AT, f"{NAME} on rank 1")]
+    [reading] = ng.diagnose(tmp_path / "same-data").readings
+    assert (reading.what, reading.step, reading.value) == ("same-data", 1, 1.0)
+    runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "flipped"))
     difference, *_ = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
     assert "Of 4 ranks these differ there: 1." in runs.lines

@@ -85,7 +85,14 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     assert kinds == ["start", "resume", "finish"]
     assert ng.diagnose(cut).ok
     with begin(tmp_path / "cut", resume=True, fingerprints_every=3) as recorder:
+        recorder.go_back(3)
+        recorder.model.load_state_dict(states[0])  # later than it is told is as well
+        recorder.optimizer.load_state_dict(states[1])
+        train(recorder, range(3, 6))
+    assert ng.diagnose(tmp_path / "cut").ok
+    with begin(tmp_path / "cut", resume=True, fingerprints_every=3) as recorder:
         recorder.go_back(3)  # with new states
+        train(recorder, range(3, 4))
     [reading] = ng.diagnose(tmp_path / "cut").readings
     assert (reading.what, reading.step, reading.value) == ("not-restored", 3, 4)
 

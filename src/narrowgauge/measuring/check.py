@@ -103,6 +103,10 @@ def check(
         words = "the loop copies them after the step; ng.watch sees it"
         result.unseen["whether weights follow their masters"] = words
     gradients: Gradients = {}
+    missing = set_up.missing
+    if missing and "missing-parameters" not in [reading.what for reading in result]:
+        words = "in none of the optimizers passed: pass all in a list"
+        result.unseen[f"the step of {of_all(missing)}"] = words
     held = counted(len(set_up.trained), "tensor")
     looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
     if loss is not None:
@@ -149,7 +153,7 @@ def _compare(
 
     def structure() -> None:
         compare_ranks(passes, first, result)
-        _add_loss(compare_structure(passes, all_parts, first, result), result)
+        _add_loss(compare_structure(passes, all_parts, first, finite, result), result)
 
     areas: dict[str, Callable[[], None]] = {
         "the roundings of the gradient": roundings, "the structure of the gradient": structure,

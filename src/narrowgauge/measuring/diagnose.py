@@ -60,7 +60,10 @@ class Diagnosis(Readings):
         readings = readings_of(run, laws)
         looked_at = laws.looked_at()
         self.areas = [area for area in areas_of(run) if area in looked_at]
-        super().__init__(readings, unseen=_unseen(run, looked_at))
+        unseen = {
+            f"{r.what} of {r.tensor or 'the run'}": r.text.partition(". ")[0] for r in laws.usual
+        }
+        super().__init__(readings, unseen=unseen | _unseen(run, looked_at))
         self.name = run.path.name or run.path.resolve().name
         self.is_finished = is_finished(run)
         rows = counted(len(run.steps), "row")
@@ -147,7 +150,7 @@ def areas_of(run: Run) -> list[str]:
     has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
     absent = {"use of the device", "stored updates" if has_audits else "audits"}
     if run.run.get("machine", {}).get("ranks", 1) == 1:
-        absent.add(COLUMNS["apart"].area)
+        absent |= {COLUMNS["apart"].area, COLUMNS["same_data"].area}
     columns = {name for rule in RULES for name in rule.needs | rule.also}
     if run.is_foreign:
         columns &= NAMES.keys()

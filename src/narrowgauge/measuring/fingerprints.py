@@ -57,7 +57,8 @@ class Fingerprints(Listener):
         self.hub = hub
         self.optimizer = hub.optimizers[-1]
         self.every = every
-        self._row: Row | None = None
+        self._start: int | None = None
+        self._rows: list[Row] = []
         stepped = SetUp(hub.model, [self.optimizer]).stepped
         self._names = {p.parameter: p.name for p in stepped}
         self._pass = ExitStack()
@@ -74,19 +75,19 @@ class Fingerprints(Listener):
 
     # ── the recorder calls these ──────────────────────────────────────────────────────────────────
 
-    @torch.no_grad()
     def start(self, step: int) -> None:
-        """Record the state after ``step`` steps: of a fresh process, or from a checkpoint."""
-        self._begin(0)
-        self._step = step
-        self.after_step(self.optimizer)
-
-    def take(self, step: int) -> Row | None:
-        """Return the newest row, if there is one, and expect the step after ``step``."""
-        row = self._row
-        self._row = None
+        """Record the state after ``step`` steps, of a fresh process or from a checkpoint, when the next
+        step begins: a loop may load it later.
+        """
+        self._start = step
         self._begin(step + 1)
-        return row
+
+    def take(self, step: int) -> list[Row]:
+        """Return the new rows, and expect the step after ``step``."""
+        rows = self._rows
+        self._rows = []
+        self._begin(step + 1)
+        return rows
 
     # ── the hub calls these ───────────────────────────────────────────────────────────────────────
 
@@ -123,27 +124,37 @@ class Fingerprints(Listener):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of the step, before our optimizer clips them."""
         self._pass.close()
+        if self._start is not None and self.every:
+            self._add_row(self._start, self._stored(self._start))
+        self._start = None
         if optimizer is self.optimizer and self._is_on:
             gradients: dict[str, Tensor] = {}
             for name, p in reversed([*self.hub.model.named_parameters()]):
                 gradient = gradient_of(p)
                 if _is_plain(gradient):
                     gradients[f"grad:{plain_name(name)}"] = gradient
-            self._record(gradients)
+            self._entries |= _entries_of(gradients)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the weights and the states kind by kind, and make the row of the step."""
-        if optimizer is not self.optimizer or not self._is_on:
-            return
-        self._is_on = False
+        if optimizer is self.optimizer and self._is_on:
+            self._is_on = False
+            self._add_row(self._step, self._entries | self._stored(self._step))
+
+    def _add_row(self, step: int, entries: Entries) -> None:
+        joined = _joined(self.hub.here.gather(entries))
+        self._rows.append({"step": step, "tensors": joined})
+
+    def _stored(self, step: int) -> Entries:
+        """Return the entries of weights and states, kind by kind."""
         by_kind: dict[str, dict[str, Tensor]] = {}
         for p, name in self._names.items():
-            for kind, tensor in _stored(self.optimizer, p, self._step):
+            for kind, tensor in _stored(self.optimizer, p, step):
                 by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
+        entries = Entries()
         for tensors in by_kind.values():
-            self._record(tensors)
-        joined = _joined(self.hub.here.gather(self._entries))
-        self._row = {"step": self._step, "tensors": joined}
+            entries |= _entries_of(tensors)
+        return entries
 
     def end(self) -> None:
         """Record nothing more."""
@@ -162,11 +173,14 @@ class Fingerprints(Listener):
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
 
-    def _record(self, named: Mapping[str, Tensor]) -> None:
-        """Record whole tensors; a rank may hold a part of one."""
-        for key, number in fingerprints_whole(named).items():
-            x = named[key]
-            self._entries[key] = [number, _sum_of_squares(x), x.numel(), dtype_name(x.dtype)]
+
+def _entries_of(named: Mapping[str, Tensor]) -> Entries:
+    """Return the entries of whole tensors; a rank may hold a part of one."""
+    entries = Entries()
+    for key, number in fingerprints_whole(named).items():
+        x = named[key]
+        entries[key] = [number, _sum_of_squares(x), x.numel(), dtype_name(x.dtype)]
+    return entries
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:

@@ -7,12 +7,15 @@ from collections import Counter, deque
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.step import COLUMNS, Law, Step, Tell, reads
+from narrowgauge.measuring.step import COLUMNS, Law, Rule, Step, Tell, reads
 
 NUMBERS = ("loss", "grad_norm", "limit", "arrived", "lr", "largest", "val_loss")
 """Numbers that must be finite, in the order of a step."""
-MOSTLY = 0.9
-"""Share of the steps from which a gradient that is missing, or is not new, is a fault."""
+MOSTLY = KINDS["zero-gradients"].bound
+"""Share of the steps from which what some loops do by design is a fault."""
+FEW = 3
+MANY = 20
+"""Steps before a count may speak: if it is of all steps, and else."""
 
 
 @reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
@@ -53,49 +56,65 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
     return "", []
 
 
-@reads("arrived", "zero", least=3)
+@reads("arrived", "zero missing", least=3)
 def zero_gradients(tell: Tell) -> Law:
-    """Count the steps without a gradient, and those in which one tensor alone has none.
+    """Count the steps in which a tensor's gradient is exactly zero, and those in which it is missing.
 
-    Report the first from three steps on, if all are so, and tensors from twenty on. Policies, games,
+    Report from three steps on, if nothing has arrived in any, and from twenty on. Policies, games,
     rare experts and layers that are dropped have such steps by design.
     """
-    counts: Counter[str] = Counter()
-    since: dict[str, int] = {}
+    counts: dict[str, Counter[str]] = {"zero-gradients": Counter(), "missing-gradients": Counter()}
+    since: dict[tuple[str, str], int] = {}
     total = 0
+    number_dark = 0
     while True:
         step = yield
         if step.arrived is not None:
             total += 1
-            names = (step.zero or []) if step.arrived else [""]
-            counts.update(names)
-            for name in names:
-                since.setdefault(name, step.step)
-        often = [name for name, count in counts.most_common() if count >= MOSTLY * total]
-        if "" in often and (total >= 20 or 3 <= counts[""] == total):
-            tell("zero-gradients", "", counts[""] / total, 0.0, step=since[""])
-        elif often and total >= 20:
-            first = often[0]
-            tell("zero-gradients", often, counts[first] / total, 0.0, step=since[first])
+            number_dark += not step.arrived
+            zero = step.zero or []
+            if not step.arrived and not zero and not step.missing:
+                zero = [""]
+            for kind, names in zip(counts, (zero, step.missing or []), strict=True):
+                counts[kind].update(names)
+                for name in names:
+                    since.setdefault((kind, name), step.step)
+        if total < (FEW if number_dark == total else MANY):
+            continue
+        for kind, count in counts.items():
+            often = [name for name in count if count[name] >= MOSTLY * total]
+            rest = [name for name, _ in count.most_common() if count[name] < MOSTLY * total]
+            for names in filter(None, (often, rest)):
+                share = count[names[0]] / total
+                first = since[kind, names[0]]
+                tell(kind, names, share, 0.0, step=first, is_usual=names is rest)
 
 
-@reads("kept", least=3)
-def gradients_kept(tell: Tell) -> Law:
-    """Count the steps that begin with the gradient of the step before.
+def mostly(column: str, kind: str) -> Rule:
+    """Return the law that counts the steps with a flag. Some loops have some by design."""
 
-    Games of two networks have some by design.
-    """
-    count = total = 0
-    first = 0
-    while True:
-        step = yield
-        if step.kept is not None:
-            total += 1
-            count += step.kept > 0
-            if step.kept and not first:
-                first = step.step
-        if count >= MOSTLY * total and (total >= 20 or 3 <= count == total):
-            tell("gradients-kept", "", count / total, 0.0, step=first)
+    @reads(column, least=FEW)
+    def law(tell: Tell) -> Law:
+        count = 0
+        total = 0
+        first = 0
+        while True:
+            step = yield
+            flag = getattr(step, column)
+            if flag is not None:
+                total += 1
+                count += flag > 0
+                if flag and not first:
+                    first = step.step
+            if count and total >= (FEW if count == total else MANY):
+                is_usual = count < MOSTLY * total
+                tell(kind, "", count / total, 0.0, step=first, is_usual=is_usual)
+
+    return law
+
+
+gradients_kept = mostly("kept", "gradients-kept")
+same_data = mostly("same_data", "same-data")
 
 
 @reads("arrived limit", "grad_norm skipped")
@@ -129,6 +148,23 @@ def ranks(tell: Tell) -> Law:
             tell("ranks-apart", step.unsummed, len(step.unsummed), 0)
         elif apart:
             tell("ranks-apart", apart, len(apart), 0, stage="optimizer step")
+
+
+@reads("lr largest", least=10)
+def zero_rate(tell: Tell) -> Law:
+    """Read learning rates of exactly 0 in many steps in a row, in which no weight moves."""
+    count = 0
+    longest = 0
+    since = 0
+    while True:
+        step = yield
+        if step.lr is not None and step.largest is not None:
+            count = 0 if step.lr or step.largest else count + 1
+        if count > longest:
+            longest = count
+            since = step.step - count + 1
+        if longest >= KINDS["zero-rate"].bound:
+            tell("zero-rate", "", longest, None, step=since)
 
 
 @reads("largest", "largest_in lr skipped", least=5)

@@ -21,7 +21,8 @@ TWICE = 2.0
 RULES: tuple[Rule, ...] = (
     gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
     gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm, gradient_laws.ranks,
-    gradient_laws.jump, loss_laws.spikes, loss_laws.throughput, loss_laws.idle_device,
+    gradient_laws.same_data, gradient_laws.zero_rate, gradient_laws.jump, loss_laws.spikes, loss_laws.throughput,
+    loss_laws.idle_device,
 )  # fmt: skip
 """Every law of a run."""
 
@@ -33,6 +34,9 @@ class Laws:
         ignore: kinds of readings that are intended.
         steps: earlier steps of the same run.
         say: called with an error in a law, after which no law reads; without it the error is raised.
+
+    Attributes:
+        usual: counts of the newest step that are below their bound: a loop may mean them.
 
     Example:
         >>> laws = Laws()
@@ -60,6 +64,7 @@ class Laws:
         self._say = say
         self._step = 0
         self._readings: list[Reading] = []
+        self.usual: list[Reading] = []
         self._laws = [rule.law(self._tell) for rule in RULES]
         self._counts: Counter[tuple[Rule, str]] = Counter()
         self._told: dict[tuple[str, ...], float] = {}
@@ -68,16 +73,19 @@ class Laws:
         for step in steps:
             self.fresh(step)
 
-    def _tell(self, what: str, *numbers: Any, step: int = 0, stage: str = "") -> None:
+    def _tell(
+        self, what: str, *numbers: Any, step: int = 0, stage: str = "", is_usual: bool = False
+    ) -> None:
         """Take a reading of a law, of the current step if no other is named."""
         if what not in self.ignore:
             reading = measured(what, *numbers, step=step or self._step, stage=stage)
-            self._readings.append(reading)
+            (self.usual if is_usual else self._readings).append(reading)
 
     def read(self, step: Step) -> list[Reading]:
         """Return all readings of a step, which follows those before."""
         self._step = step.step
         self._readings = []
+        self.usual = []
         try:
             for law in self._laws:
                 law.send(step)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer as AnyOptimizer
 
 from narrowgauge.measuring.hooks import Hub, Listener
@@ -177,6 +177,11 @@ class Meter(Listener):
 
     # ── before a step ─────────────────────────────────────────────────────────────────────────────
 
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Take the inputs of the model, if ranks are compared."""
+        if self._ranks is not None:
+            self._measure("data of ranks", self._ranks.add_data, inputs)
+
     def before_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that has its gradients."""
         if self.has_stepped and optimizer in self._stepped:
@@ -255,7 +260,8 @@ class Meter(Listener):
                 self._measure("ranks", self._ranks.take_weights)
                 is_broken = "ranks" in self._ended
                 for what, flags in self._ranks.compare(is_broken, self.number).items():
-                    self._numbers.set(what, self._ranks.whole, flags)
+                    names = [*self._ranks.whole] if what != "same_data" else [""]
+                    self._numbers.set(what, names, flags)
             self._numbers.send()
 
     def _after(self, optimizer: AnyOptimizer) -> None:
@@ -352,25 +358,27 @@ class Meter(Listener):
             "stored": stored,
             "kept": read["kept"].get(""),
             "behind": _true(read["behind"]) or None,
+            "zero": sorted(name for name, x in norms.items() if not x),
+            "missing": sorted(self._missing),
         }
         if self._ranks is not None:
             for what in ("apart", "unsummed"):
                 row[what] = _on_ranks(read[what])
+            row["same_data"] = read["same_data"].get("")
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
-        with_gradient = {*_true(norms)}
-        if with_gradient:
-            row["zero"] = sorted((self._missing | {*norms}) - with_gradient)
         if self._is_whole:
             row["arrived"] = math.hypot(*norms.values()) * control.get("clip", 1.0)
         return row
 
-    def _largest_rate(self) -> float:
-        rates = [0.0]
+    def _largest_rate(self) -> float | None:
+        rates = []
         for optimizer in self.hub.optimizers:
-            rates += [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
-        return max(rates)
+            for group in optimizer.param_groups:
+                if group.get("lr") is not None:
+                    rates.append(float(group["lr"]))
+        return max(rates, default=None)
 
 
 def _true(flags: Mapping[str, float]) -> list[str]:

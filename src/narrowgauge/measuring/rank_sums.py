@@ -1,14 +1,18 @@
-"""The ranks of a loop: gradients that were not summed over them, and weights that differ."""
+"""The ranks of a loop: gradients that were not summed over them, weights that differ, and data that do
+not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.measuring.beside import tensors_in
 from narrowgauge.measuring.samples import decoded
 from narrowgauge.numerics.dtensor import is_sharded
 
@@ -23,6 +27,7 @@ class RankSums:
 
     Attributes:
         whole: the compared parameters, by name.
+        has_data: the model was called with a tensor in this step.
     """
 
     def __init__(self, here: Ranks, names: Mapping[Tensor, str]) -> None:
@@ -35,9 +40,17 @@ class RankSums:
         if any(map(shapes.__ne__, here.gather(shapes))):
             self.whole = {}
         self._sums = torch.zeros(2, len(self.whole), dtype=torch.int64, device=here.device)
+        self._data = self._sums.new_zeros(2, 1)
+        self.has_data = self._has_parts = False
         if self.whole:
             self.take_weights()
         self._parts = self._unlike(self._sums)[1] != 0
+
+    def add_data(self, inputs: Any) -> None:
+        """Sum the bits of the inputs of a forward pass."""
+        for x in tensors_in(inputs):
+            self._data += bits(x).to(self._data.device)
+            self.has_data = True
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Sum the bits of an optimizer's gradients."""
@@ -53,22 +66,30 @@ class RankSums:
 
     def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
         """Return which gradients and which weights differ between ranks: 0 for alike, the only other
-        rank, counted from 1, or -1. After an error on one rank nothing differs.
+        rank, counted from 1, or -1. After an error on one rank nothing differs. Return whether the
+        data are alike; parts of a tensor may have the same.
 
         Args:
             is_broken: this rank has nothing to compare, after an error.
             number: steps that are done.
         """
-        errors = torch.full_like(self._sums[:, :1], is_broken)
-        unlike = self._unlike(torch.cat([self._sums, errors], 1))
+        errors = torch.full_like(self._data, is_broken)
+        unlike = self._unlike(torch.cat([self._sums, self._data, errors], 1))
         self._sums.zero_()
-        unsummed, differing = unlike[:, :-1].masked_fill(unlike[:, -1:] != 0, 0)
+        self._data.zero_()
+        is_error = unlike[:, -1:] != 0
+        unsummed, differing = unlike[:, :-2].masked_fill(is_error, 0)
         if number == 0:
             self._parts &= unsummed != 0
-        return {
+            self._has_parts = bool(self._parts.any())
+        flags = {
             "unsummed": unsummed.masked_fill(self._parts, 0),
             "apart": differing.masked_fill(self._parts, 0),
         }
+        if self.has_data and not self._has_parts:
+            flags["same_data"] = (unlike[0, -2] == 0) & ~is_error[0]
+        self.has_data = False
+        return flags
 
     def _unlike(self, values: Tensor) -> Tensor:
         """Return which values differ between ranks, as :meth:`compare` says: their largest and their
@@ -81,7 +102,7 @@ class RankSums:
         held = torch.stack([holds, holds * (self._here.rank + 1)])
         dist.all_reduce(held)
         counts, ranks = held
-        is_lone = (counts == 1) & (counts.flip(0) == self._here.size - 1)
+        is_lone = counts.flip(0) == self._here.size - 1
         lone = (is_lone * ranks).sum(0)
         is_shared = (lone == 0) | is_lone.all(0)  # of two ranks, each is the other
         unlike: Tensor = lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)

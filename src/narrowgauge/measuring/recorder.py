@@ -165,7 +165,7 @@ class RunRecorder:
         self._must_go_back = earlier is not None
         if earlier is None:
             self.event("start", str(content["config"]["model"]))
-            self._begin_at(0)
+            self._prints.start(0)
 
     def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
         """Open the folder on rank 0, and return the run in it, if this one continues it."""
@@ -226,7 +226,8 @@ class RunRecorder:
         self._read(Step.of(row))
         if self.num_steps == SEEN_AT:
             self._tell_unseen()
-        self._write_fingerprint()
+        for row in self._prints.take(self.num_steps):
+            self._append("fingerprints", row)
 
     def _tell_unseen(self) -> None:
         """Tell what is not measured, each with its reason."""
@@ -267,8 +268,8 @@ class RunRecorder:
         """Continue after ``step``. Move rows of later steps to ``FILE.cut``, since the loop repeats
         these steps.
 
-        Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an
-        empty folder too, if a loop continues from another run's checkpoint.
+        Call it before the first step after a checkpoint was loaded, in a resumed loop or after a
+        rollback. Call it in an empty folder too, if a loop continues from another run's checkpoint.
 
         Args:
             step: steps that the loaded checkpoint has done.
@@ -286,7 +287,7 @@ class RunRecorder:
         self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
         self.meter.go_on_after(step)
         self._must_go_back = False
-        self._begin_at(step)
+        self._prints.start(step)
         if not is_fresh:
             self.event("resume", f"from step {step}")
 
@@ -342,14 +343,15 @@ class RunRecorder:
     def _read(self, step: Step) -> None:
         """Let the laws read a step, and log and show what is new."""
         sentences = []
-        since = 0
+        place = f"step {step.step}"
         for reading in self.laws.fresh(step):
             self._append("events", reading.to_dict())
             words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
             sentences.append(words.rstrip("."))
-            since = max(since, reading.step)
+            if reading.step < step.step:
+                place = f"steps {reading.step} to {step.step}"
         if sentences:
-            self._warn(f"step {since}: {'; '.join(sentences)}")
+            self._warn(f"{place}: {'; '.join(sentences)}")
 
     def _ended(self, text: str, area: str = "") -> None:
         """Log that a measure ended, as what is not looked at from here on, and show it."""
@@ -364,17 +366,6 @@ class RunRecorder:
         """Show a sentence. No line of the loop is at fault, so none is shown."""
         if self._here.is_first:
             warnings.warn_explicit(text, RunNotice, "narrowgauge.watch", self.num_steps)
-
-    def _begin_at(self, step: int) -> None:
-        """Record the loop's state after ``step`` steps, and begin the next step."""
-        self.hub.guard(self._prints, self._prints.start, step)
-        self._write_fingerprint()
-
-    def _write_fingerprint(self) -> None:
-        """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
-        row = self._prints.take(self.num_steps)
-        if row is not None:
-            self._append("fingerprints", row)
 
     def _finish(self) -> None:
         """Write the last event and ``summary.json``, which makes the run finished."""
@@ -441,9 +432,11 @@ def watch(
     * the fraction of the update that the formats of the weights store, for optimizers whose step on a copy
       of some elements gives the same result;
     * a weight that jumps;
-    * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
+    * gradients that are zero, missing, not cleared, or beyond the limit of the clip;
+    * learning rates that stay at 0;
     * the first weight, loss or gradient that is not finite; skipped steps, and the loss scale;
-    * on several ranks, gradients and weights that differ in any bit, and the only rank that has others.
+    * on several ranks, gradients and weights that differ in any bit, the only rank that has others, and
+      inputs of the model that are the same on all.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
 
@@ -458,7 +451,7 @@ def watch(
         ignore: kinds of readings that are intended. ``narrowgauge show checks`` lists them.
         options: of :class:`narrowgauge.RunRecorder`, such as ``on_row`` for a logger.
     Returns:
-        The watch. ``step(loss)`` passes the loss too; ``remove()`` ends it.
+        The watch. ``step(loss)`` passes the loss too; ``close()`` ends it, as the end of a ``with`` block.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer, or ``ignore`` has an
             unknown kind.

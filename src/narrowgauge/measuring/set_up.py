@@ -74,6 +74,17 @@ class SetUp:
         return trained
 
     @property
+    def missing(self) -> list[str]:
+        """Return the names of the trainable parameters that no optimizer steps."""
+        named = {p.name for p in self.stepped}
+        # Flat partitions of the weights, as of DeepSpeed and Megatron, stand for all.
+        if named.isdisjoint(self.parameters) and all(p.parameter.ndim == 1 for p in self.stepped):
+            return []
+        return [
+            name for name, p in self.parameters.items() if p.requires_grad and name not in named
+        ]
+
+    @property
     def outside(self) -> dict[str, Any]:
         """Return the trained parameters that are none of the model's, by name."""
         inside = set(map(id, self.parameters.values()))
@@ -119,13 +130,12 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers."""
+    """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers.
+
+    Optimizers that hold trained tensors of the model alone may be some of several.
+    """
     parameters = set_up.parameters
-    stepped = set_up.stepped
-    counts = Counter(id(p.parameter) for p in stepped)
-    named = {p.name for p in stepped}
-    # Flat partitions of the weights, as of DeepSpeed and Megatron, stand for all.
-    is_flat = named.isdisjoint(parameters) and all(p.parameter.ndim == 1 for p in stepped)
+    counts = Counter(id(p.parameter) for p in set_up.stepped)
     tables = [m.weight for m in set_up.model.modules() if isinstance(m, nn.Embedding)]
     faults: dict[str, list[str]] = {
         "missing-parameters": [],
@@ -134,9 +144,9 @@ def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
         "untied": [],
         "rounded-buffers": _rounded_buffers(set_up.model),
     }
+    if not set_up.trained or set_up.outside.keys() - parameters.keys():
+        faults["missing-parameters"] = set_up.missing
     for name, p in parameters.items():
-        if p.requires_grad and name not in named and not is_flat:
-            faults["missing-parameters"].append(name)
         if p.dtype in TRAINED and not p.is_meta:
             largest = largest_magnitude(local_of(p))
             if largest.isnan() or (p.requires_grad and largest.isinf()):  # or a frozen mask

@@ -26,7 +26,7 @@ class Step:
         skipped: the update was not applied.
         limit: norm to which the loop clips, as it was declared.
         arrived: norm of the gradients that reach the update.
-        zero: tensors whose gradient is exactly zero or missing.
+        zero: tensors whose gradient is exactly zero; ``missing`` those without one.
         kept: backward began with the gradient of the step before.
         bad: tensors whose gradient is not finite, in the order of backward; ``bad_values`` counts the
             values of the first.
@@ -35,6 +35,7 @@ class Step:
         stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
         behind: of these, weights that stood still while their masters moved.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
+        same_data: the model's inputs have the same bits on all ranks.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks, each with
             the rank where one alone has another tensor.
         utilization: share of the device's time, in logs of other programs.
@@ -55,6 +56,7 @@ class Step:
     limit: float | None = None
     arrived: float | None = None
     zero: list[str] | None = None
+    missing: list[str] | None = None
     kept: float | None = None
     bad: list[str] | None = None
     bad_values: float | None = None
@@ -64,6 +66,7 @@ class Step:
     behind: list[str] | None = None
     largest: float | None = None
     largest_in: str = ""
+    same_data: float | None = None
     apart: list[str] | None = None
     unsummed: list[str] | None = None
 

@@ -10,21 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.measuring.beside import is_finite
+from narrowgauge.measuring.beside import is_finite, storage_key
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, of_all
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = KINDS["gradient"].bound
+UNREAD = "no operation reads them in this batch"
 MOST_PARTS = 16
 """Micro-batches of all ranks whose gradients are read one by one."""
 
@@ -49,17 +52,19 @@ def unlike(prints: Mapping[str, int]) -> list[str]:
     return [name for name in first if any(row.get(name) != first[name] for row in rest)]
 
 
-def compare_structure(passes: Passes, parts: list[Any], first: Pass, result: Readings) -> Pass:
+def compare_structure(
+    passes: Passes, parts: list[Any], first: Pass, finite: Finite, result: Readings
+) -> Pass:
     """Compare a step with the plain loss, and return the pass of that.
 
     Args:
         parts: the micro-batches of all ranks.
-        first: the pass of the step in training mode.
+        first: the pass of the step in training mode, which ``finite`` saw.
     Raises:
         ArithmeticError: why they are not compared.
     """
     if passes.backward is None and len(parts) == 1:
-        _add_missing(passes.leaves, first.gradients, first.shadows, result)
+        _add_missing(passes.leaves, first.gradients, first.shadows, finite, result)
         return first
     batch = concatenated(parts)
     if batch is None:
@@ -72,7 +77,7 @@ def compare_structure(passes: Passes, parts: list[Any], first: Pass, result: Rea
     if plain.draws or (step.draws and not passes.is_training):
         raise ArithmeticError("evaluation mode draws random numbers too")
     exact = _compare(passes, parts, step.shadows, plain, result)
-    _add_missing(passes.leaves, step.gradients, exact, result)
+    _add_missing(passes.leaves, step.gradients, exact, finite, result)
     return plain
 
 
@@ -91,7 +96,9 @@ def _compare(
     distances: dict[str, float] = {}
     for name, right in exact.items():
         gradient = step.get(name)
-        if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
+        if gradient is None or not is_finite(gradient) or not is_finite(right):
+            continue
+        if right.any() and gradient.any():
             distances[name] = float((gradient - right).norm() / right.norm())
     differing = [name for name in distances if distances[name] > SAME]
     equal = len(distances) - len(differing)
@@ -147,13 +154,39 @@ def _joined(gradients: Gradients, names: list[str]) -> Tensor:
 
 
 def _add_missing(
-    leaves: dict[str, Any], step: Gradients, exact: Gradients, result: Readings
+    leaves: dict[str, Any], step: Gradients, exact: Gradients, finite: Finite, result: Readings
 ) -> None:
-    """Tell tensors that get no gradient of the step, where the plain loss has one, or no graph."""
-    names = []
+    """Tell tensors that get no gradient of the step, though the plain loss has one, or reads them.
+
+    An expert may be idle in a batch: what no operation reads is not looked at.
+    """
+    answers: dict[str, dict[str, float]] = {}
     for name in reversed(leaves):
-        is_lost = name in exact and exact[name].any() and not (name in step and step[name].any())
-        if is_lost or (name not in step and name not in exact):
-            names.append(name)
-    if names and (step or exact):
+        gradient = step.get(name)
+        right = exact.get(name)
+        if gradient is not None and gradient.any():
+            continue
+        size = 0.0 if right is None else float(right.norm())
+        words = ""
+        if size:
+            words = "none" if gradient is None else "exactly zero"
+            words += ", without roundings {:.2g} long"
+        elif gradient is None and right is None:
+            words = UNREAD
+            if storage_key(leaves[name]) in finite.read:
+                words = "none: operations read it, and it is not in the graph of the loss"
+        elif finite.made:
+            result.unseen[f"the gradient of {name}, exactly zero"] = "; ".join(finite.made.values())
+        if words:
+            answers.setdefault(words, {})[name] = size
+    if not step and not exact:
+        return
+    idle = answers.pop(UNREAD, None)
+    if idle:
+        result.unseen[f"gradients of {of_all(idle)}"] = UNREAD
+    for words, sizes in answers.items():
+        size = next(iter(sizes.values()))
+        result.lines.append(f"  gradient of {of_all(sizes)}: {words.format(size)}")
+    names = [*chain.from_iterable(answers.values())]
+    if names:
         result.add("no-gradient", names, len(names))

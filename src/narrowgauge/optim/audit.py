@@ -283,15 +283,15 @@ class Audit(dict[str, AuditedUpdates]):
             return "No step has been audited yet."
         rows = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))
         lines = [HEAD]
-        for row in [*rows[: self.LINES], (f"all {len(self)} tensors", self.total)]:
-            lines.append(LINE.format(*row))
+        for name, reading in [*rows[: self.LINES], (f"all {len(self)} tensors", self.total)]:
+            lines.append(f"{LINE.format(reading).replace('nan', '  –')}  {name}")
         return "\n".join(lines)
 
 
 HEAD = "    EDQ      ±  updates lost    noise  audits  last step  tensor"
 LINE = (
-    "{1.edq:7.3f}{1.edq_error:7.3f}{1.lost_fraction:14.1%}{1.noise:9.3f}"
-    "{1.num_audits:8}{1.last_step:11}  {0}"
+    "{0.edq:7.3f}{0.edq_error:7.3f}{0.lost_fraction:14.1%}{0.noise:9.3f}"
+    "{0.num_audits:8}{0.last_step:11}"
 )
 
 

@@ -1,4 +1,4 @@
-"""The operations that first made infinity and NaN."""
+"""The operations that first made infinity and NaN, and what operations read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in, is_finite
+from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in, is_finite, storage_key
 from narrowgauge.spec.formats import dtype_name
 
 
@@ -15,13 +15,16 @@ class Finite:
 
     Attributes:
         made: words about each, in their order. What code asks for, as in a mask, is not made.
+        read: the memory that operations read.
     """
 
     def __init__(self) -> None:
         self.made: dict[str, str] = {}
+        self.read: set[int] = set()
 
     def before(self, op: Operation) -> set[str]:
         """Return which of both the operands explain. NaN makes infinity, as in a clamp."""
+        self.read.update(map(storage_key, op.read))
         kinds: set[str] = set()
         for x in floats_in(op.read):
             kinds |= _counts(x).keys()
