@@ -200,7 +200,7 @@ def test_a_gradient_inside_the_loss_keeps_none() -> None:
 
 
 MEASURES = {
-    "_take_gradients": "arrived", "_take_sizes": "largest", "_take_stored": "stored", "_see_probe": "kept",
+    "_take_gradients": "arrived", "_take_size": "largest", "_take_stored": "stored", "_see_probe": "kept",
     "_take_samples": "largest",
 }  # fmt: skip
 """Measures of a step, and a column of each."""

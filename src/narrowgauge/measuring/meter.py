@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +20,7 @@ from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.numbers import Numbers, norms_of
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of, words_of
-from narrowgauge.measuring.samples import Sample, in_turn, repeated, samples_of, size_of, take
+from narrowgauge.measuring.samples import Sample, in_turn, samples_of, shares_of, take
 from narrowgauge.measuring.set_up import NARROW, SetUp
 from narrowgauge.measuring.twin import low_bits_kept
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
@@ -31,10 +30,7 @@ from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 
 STEPS = "steps of the optimizer"
 STORED = "stored share of the step"
-OTHERWISE = 0.1
-"""Fraction of the samples that a copy may step otherwise: kernels round the last elements of a vector
-in another way.
-"""
+CLEARED = "gradients that were not cleared"
 _NOTHING: tuple[Any, ...] = (None, "", {})
 
 
@@ -64,23 +60,19 @@ class Meter(Listener):
         self._listen = listen
         self.unseen: dict[str, str] = {}
         self.last: Row = {}
-        self._ended: set[str] = set()  # measures
-        self._judged: dict[Any, bool] = {}  # by optimizer, group and format
-        self._repeats: Counter[bool] = Counter()
+        self._ended: set[Any] = set()  # measures
+        self._judged: set[Any] = set()  # optimizers and kinds of samples
         self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
         self.go_on_after(0)
         self._is_whole = not any(map(is_sharded, self.names))
-        self._ranks: RankSums | None = None
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
-        if hub.here.size > 1:
-            ranks = RankSums(hub.here, self.names)
-            if ranks.whole:
-                self._ranks = ranks
-            elif self._is_whole:
-                self.unseen["weights of ranks"] = "ranks hold other tensors"
+        self._ranks = RankSums(hub.here, self.names) if hub.here.size > 1 else None
+        if self._ranks is not None and not self._ranks.whole:
+            self._ranks = None
+            self.unseen.setdefault("weights of ranks", "ranks hold other tensors")
         self._follow_probe()
         hub.listeners.append(self)
 
@@ -109,10 +101,9 @@ class Meter(Listener):
     def _begin(self) -> None:
         self.restart_clock()
         self._numbers = Numbers()
-        self._samples: dict[AnyOptimizer, list[Sample]] = {}
+        self._samples: list[Sample] = []
         self._stepped: set[AnyOptimizer] = set()
-        self._missing: set[str] = set()
-        self._row: Row = {}
+        self._row: Row = {"missing": []}
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -122,18 +113,22 @@ class Meter(Listener):
         """Remove the hooks of the meter."""
         self._undo.close()
 
-    def _measure(self, what: str, call: Callable[..., object], *args: Any) -> None:
-        """Call a measure. An error ends this measure alone; the loop and all else continue."""
-        if what in self._ended:
+    def _measure(
+        self, what: str, call: Callable[..., object], *args: Any, part: Any = None
+    ) -> None:
+        """Call a measure. An error ends this measure, or its part, alone; the loop and all else continue."""
+        if (what, part) in self._ended:
             return
         try:
             call(*args)
         except Exception as error:
             if isinstance(error, UserWarning):
                 raise
-            self._ended.add(what)
-            self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
-            self.hub.say(failure_of(f"{self.title} of {what}", error), what)
+            self._ended.add((what, part))
+            self.unseen[what] = words_of(error)
+            if not isinstance(error, ArithmeticError):  # that is no fault of ours
+                self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
+                self.hub.say(failure_of(f"{self.title} of {what}", error), what)
 
     # ── whether gradients were cleared ────────────────────────────────────────────────────────────
 
@@ -148,12 +143,12 @@ class Meter(Listener):
                 probes.append(p)
         self._probe = min(probes, key=torch.numel, default=None)
         if self._probe is None:
-            self.unseen["gradients that were not cleared"] = "parameters are sharded"
+            self.unseen[CLEARED] = "parameters are sharded"
             return
 
         def hook(gradient: Tensor) -> None:
             if not torch.compiler.is_compiling():
-                self._measure("gradients that were not cleared", self._see_probe)
+                self._measure(CLEARED, self._see_probe)
 
         self._weight = take(self._probe)
         self._undo.callback(self._probe.register_hook(OwnHook(hook)).remove)
@@ -195,24 +190,25 @@ class Meter(Listener):
             self._measure("ranks", self._ranks.add_gradients, gradients)
 
     def _take_samples(self, optimizer: AnyOptimizer, gradients: Mapping[Tensor, Tensor]) -> None:
-        self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
+        self._samples = samples_of(optimizer, gradients, self.number)
 
-    def _take_gradients(self, optimizer: AnyOptimizer, by_parameter: dict[Tensor, Tensor]) -> None:
-        """Add all gradients, in the order of a backward pass, and take the norm of each."""
+    def _take_gradients(self, optimizer: AnyOptimizer, dense: dict[Tensor, Tensor]) -> None:
+        """Add dense gradients, in the order of a backward pass, and take the norm of each of all."""
         if not self.names.keys() >= {*members_of(optimizer)}:
             self._name_all()
         parts: dict[str, Tensor] = {}
         for p in dict.fromkeys(reversed(members_of(optimizer))):
             gradient = gradient_of(p)  # all ranks ask in one order
             if gradient is None:
-                if p.requires_grad:
-                    self._missing.add(self.names[p])
+                self._row["missing"] += [self.names[p]] * p.requires_grad
                 continue
-            by_parameter[p] = gradient
             part = local_of(gradient)
-            part = part.coalesce().values() if part.is_sparse else part
-            if part.numel():
-                parts[self.names[p]] = part
+            if part.is_sparse:
+                part = part.coalesce().values()
+            elif part.numel():
+                dense[p] = gradient
+            parts[self.names[p]] = part
+        parts = {name: part for name, part in parts.items() if part.numel()}
         if parts:
             norms = norms_of([*parts.values()])
             self._look_at_weights([*parts.values()], norms)
@@ -229,7 +225,7 @@ class Meter(Listener):
                 if count:
                     self._row |= {"bad_weight": name, "bad_values": count}
                     return
-            first = [not x for x in norms.isfinite().tolist()].index(True)
+            first = int((~norms.isfinite()).nonzero()[0])
             self._row["bad_values"] = int((~parts[first].isfinite()).sum()) or None
 
     def _take_masters(self) -> None:
@@ -250,26 +246,30 @@ class Meter(Listener):
     def after_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that is done."""
         self._measure("steps", self._after, optimizer)
-        samples = self._samples.pop(optimizer, [])
-        self._measure("jumps of weights", self._take_sizes, samples)
-        if not isinstance(optimizer, Optimizer):  # it has an audit
-            self._measure(STORED, self._take_stored, optimizer, samples)
+        for sample in self._samples:
+            names = [self.names[p] for p in sample.members]
+            self._measure("jumps of weights", self._take_size, sample, names)
+            # Ours have an audit. Masters may be made in a first step, so it is not repeated.
+            if self.number and not isinstance(optimizer, Optimizer):
+                kind = optimizer, sample.kind
+                self._measure(STORED, self._take_stored, kind, sample, names, part=kind)
+        self._samples = []
         self._stepped.add(optimizer)
-        if optimizer is self.hub.optimizers[-1]:
-            if self._ranks is not None:
-                self._measure("ranks", self._ranks.take_weights)
-                is_broken = "ranks" in self._ended
-                for what, flags in self._ranks.compare(is_broken, self.number).items():
-                    names = [*self._ranks.whole] if what != "same_data" else [""]
-                    self._numbers.set(what, names, flags)
-            self._numbers.send()
+        if not self.has_stepped:
+            return
+        if self._ranks is not None:
+            self._measure("ranks", self._ranks.take_weights)
+            is_broken = ("ranks", None) in self._ended
+            for what, flags in self._ranks.compare(is_broken, self.number).items():
+                names = [*self._ranks.whole] if what != "same_data" else [""]
+                self._numbers.set(what, names, flags)
+        self._numbers.send()
 
     def _after(self, optimizer: AnyOptimizer) -> None:
         control = getattr(optimizer, "last_control", None)
         overflow = getattr(optimizer, "found_inf", None)
-        if isinstance(optimizer, Optimizer):
-            if control is not None and control is not self._control:  # else it had no gradients
-                self._numbers.set("control", ["clip", "skipped"], control[:2])
+        if control is not None and control is not self._control:  # else it had no gradients
+            self._numbers.set("control", ["skipped", "clip"], control[:2].flip(0))
             self._control = control
         elif isinstance(overflow, Tensor):
             self._numbers.set("control", ["skipped"], overflow)
@@ -280,34 +280,18 @@ class Meter(Listener):
                 self._numbers.set("kept", [""], self._kept)
                 self._kept = None
 
-    def _take_sizes(self, samples: list[Sample]) -> None:
-        for sample in samples:
-            self._numbers.set("size", self._names_of(sample), size_of(sample))
+    def _take_size(self, sample: Sample, names: list[str]) -> None:
+        self._numbers.set("size", names, sample.beyond(sample.change()).amax(1))
 
-    def _take_stored(self, optimizer: AnyOptimizer, samples: list[Sample]) -> None:
-        """Step copies of samples, if what rounding cuts is not kept beside the weights."""
-        for sample in samples:
-            if sample.states is None:
-                continue
-            key = optimizer, sample.kind
-            if not self._judged.get(key, True):
-                continue
-            try:
-                is_new = key not in self._judged and sample.weights.dtype in NARROW
-                if is_new and low_bits_kept(optimizer, sample.group, sample.weights):
-                    words = f"{type(optimizer).__name__} keeps what rounding cuts"
-                    raise ArithmeticError(words)
-                numbers = repeated(optimizer, sample)
-            except ArithmeticError as error:
-                self._judged[key] = False
-                self.unseen[STORED] = words_of(error)
-                continue
-            self._judged[key] = True
-            for what, values in numbers.items():
-                self._numbers.set(what, self._names_of(sample), values)
-
-    def _names_of(self, sample: Sample) -> list[str]:
-        return [*map(self.names.__getitem__, sample.members)]
+    def _take_stored(self, kind: Any, sample: Sample, names: list[str]) -> None:
+        """Step a copy of a sample, if what rounding cuts is not kept beside the weights."""
+        optimizer = kind[0]
+        is_new = kind not in self._judged and sample.weights.dtype in NARROW
+        if is_new and low_bits_kept(optimizer, sample.group, sample.weights):
+            raise ArithmeticError(f"{type(optimizer).__name__} keeps what rounding cuts")
+        self._judged.add(kind)
+        for what, values in shares_of(optimizer, sample).items():
+            self._numbers.set(what, names, values)
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────
 
@@ -339,37 +323,31 @@ class Meter(Listener):
 
     def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
         norms = read["norm"]
-        control = read["control"]
         sizes = read["size"]
-        stored = dict.fromkeys(_true(read["behind"]), 0.0)
+        behind = _true(read["behind"])
+        row: Row = {
+            "missing": self._row["missing"] or [""] * (not norms),
+            "skipped": bool(read["control"].get("skipped", 0.0)),
+            "bad": [name for name, x in norms.items() if not math.isfinite(x)],
+            "zero": sorted(name for name, x in norms.items() if not x),
+            "stored": dict.fromkeys(behind, 0.0),
+            "behind": behind or None,
+        }
         for name, meant in read["meant"].items():
             if meant < 0:
-                self._repeats[False] += 1
-            if 0 < meant < math.inf:
-                self._repeats[True] += 1
-                stored.setdefault(name, read["stored"][name] / meant)
-        # Of random steps a copy repeats those that store nothing.
-        if self._repeats[False] > self._repeats.total() * OTHERWISE:
-            stored = {name: x for name, x in stored.items() if name in read["behind"]}
-            self.unseen[STORED] = "a copy does not repeat the step"
-        row: Row = {
-            "skipped": bool(control.get("skipped", 0.0)),
-            "bad": [name for name, x in norms.items() if not math.isfinite(x)],
-            "stored": stored,
-            "kept": read["kept"].get(""),
-            "behind": _true(read["behind"]) or None,
-            "zero": sorted(name for name, x in norms.items() if not x),
-            "missing": sorted(self._missing),
-        }
+                self.unseen[STORED] = f"a copy does not repeat the step of {name}"
+            elif 0 < meant < math.inf:
+                row["stored"].setdefault(name, read["stored"][name] / meant)
+        for what in ("kept", "same_data"):
+            row[what] = read[what].get("")
         if self._ranks is not None:
             for what in ("apart", "unsummed"):
                 row[what] = _on_ranks(read[what])
-            row["same_data"] = read["same_data"].get("")
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
         if self._is_whole:
-            row["arrived"] = math.hypot(*norms.values()) * control.get("clip", 1.0)
+            row["arrived"] = math.hypot(*norms.values()) * read["control"].get("clip", 1.0)
         return row
 
     def _largest_rate(self) -> float | None:

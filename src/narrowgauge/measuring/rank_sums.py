@@ -53,11 +53,10 @@ class RankSums:
             self.has_data = True
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Sum the bits of an optimizer's gradients."""
+        """Sum the bits of an optimizer's dense gradients."""
         sums = []
         for p in self.whole.values():
-            is_dense = p in gradients and not gradients[p].is_sparse
-            sums.append(bits(gradients[p]) if is_dense else p.new_zeros((), dtype=torch.int64))
+            sums.append(bits(gradients[p]) if p in gradients else self._sums.new_zeros(()))
         self._sums[0] += torch.stack(sums).to(self._sums.device)
 
     def take_weights(self) -> None:

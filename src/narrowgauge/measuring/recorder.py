@@ -6,7 +6,6 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import warnings
@@ -24,7 +23,7 @@ from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints, fingerprints_whole
 from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
-from narrowgauge.measuring.meter import STORED, Meter
+from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
@@ -231,11 +230,7 @@ class RunRecorder:
 
     def _tell_unseen(self) -> None:
         """Tell what is not measured, each with its reason."""
-        unseen = {**self.meter.unseen}
-        row = self.meter.last
-        has_moved = 0 < row.get("arrived", 0.0) < math.inf and not row.get("skipped")
-        if has_moved and "stored" not in row and not isinstance(self.optimizer, Optimizer):
-            unseen.setdefault(STORED, f"{type(self.optimizer).__name__} is not repeated")
+        unseen = self.meter.unseen
         for area, reason in unseen.items():
             self.event("unseen", reason, tensor=area)
         if self.folder is None and self._here.is_first:

@@ -1,9 +1,5 @@
-"""Samples of an optimizer's step: some elements of each tensor before and after it, and the step again
-by copies.
-
-A copy of the optimizer (:mod:`narrowgauge.measuring.twin`) steps the samples twice. In the formats of
-the run this shows whether a copy repeats the step at all: a rule by elements, without random bits. In a
-wide format it shows what the step was meant to be.
+"""Samples of an optimizer's step: some elements of each tensor before and after it, and the step that was
+meant, which a copy of the optimizer in a wide format takes (:mod:`narrowgauge.measuring.twin`).
 """
 
 from __future__ import annotations
@@ -27,20 +23,27 @@ SIZE = 64
 TENSORS = 16
 """Tensors of a step, in turn; more in the first ten steps, so that these reach all of them."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_REPEATS = 1e-4
-"""Squared distance of the repeated step from the stored one, over its squared length."""
+REPEATS = 1e-3
+"""Squared distance of the stored step from the meant one beyond one rounding, over its squared length:
+a copy whose step is further away does not repeat the step. bfloat16 moments give up to 1e-4.
+"""
 
 
 @cache
-def _places(size: int, device: torch.device) -> Tensor:
-    parts = torch.arange(SIZE, dtype=torch.float64, device="cpu") * _GOLDEN % 1.0
-    return (parts * size).long().to(device)
+def _places(total: int, number: int, device: torch.device) -> Tensor:
+    parts = (
+        torch.arange(min(number, total * number), dtype=torch.float64, device="cpu") * _GOLDEN % 1.0
+    )
+    return (parts * total).long().to(device)
 
 
-def take(x: Tensor) -> Tensor:
+def take(x: Tensor, number: int = SIZE) -> Tensor:
     """Return elements of this rank's part of a tensor, spread over it: the same of each size."""
     local = decoded(x)
-    return torch.take(local, _places(local.numel(), local.device))
+    places = _places(local.numel(), number, local.device)
+    if local.element_size() == 1:  # torch.take has no float8
+        return local.reshape(-1)[places]
+    return torch.take(local, places)
 
 
 def decoded(x: Tensor) -> Tensor:
@@ -71,7 +74,16 @@ class Sample:
     members: list[Any]
     weights: Tensor
     gradients: Tensor
-    states: dict[str, Any] | None = None
+    states: dict[str, Any] | None
+
+    def change(self) -> Tensor:
+        """Return the change of each tensor's elements, after the step."""
+        return (join(self.members).double() - self.weights.double()).view(-1, SIZE)
+
+    def beyond(self, change: Tensor) -> Tensor:
+        """Return the sizes of changes less one rounding of the weights."""
+        rounding = self.weights.double().abs() * torch.finfo(self.weights.dtype).eps
+        return (change.abs() - rounding.view(-1, SIZE)).clamp_min(0.0)
 
 
 def samples_of(
@@ -79,30 +91,24 @@ def samples_of(
 ) -> list[Sample]:
     """Return samples of some of what an optimizer is about to step: each of its tensors in turn.
 
-    Masters may be made in a first step, so it is not repeated.
-
     Args:
+        gradients: those that are dense.
         number: steps that are done.
     """
     candidates = []
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            is_dense = p in gradients and not gradients[p].is_sparse
-            if is_dense and p.is_floating_point() and local_of(p).numel():
-                candidates.append((group, p))
-    kinds: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
+        candidates += [(group, p) for p in group["params"] if p in gradients]
+    alike: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
     for group, p in in_turn(candidates, number):
         key = id(group), p.dtype, gradients[p].dtype, p.device, *optimizer.state.get(p, {})
-        kinds.setdefault(key, (group, []))[1].append(p)
+        alike.setdefault(key, (group, []))[1].append(p)
     samples = []
-    for group, members in kinds.values():
-        options = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
+    for group, members in alike.values():
+        options = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+        states = _states([optimizer.state.get(p) or {} for p in members], members[0])
         kind = id(group), members[0].dtype
-        values = join([gradients[p] for p in members])
-        sample = Sample(kind, options, members, join(members), values)
-        if number > 0 or optimizer.state.get(members[0]):
-            sample.states = _states([optimizer.state.get(p) or {} for p in members], members[0])
-        samples.append(sample)
+        values = join(gradients[p] for p in members)
+        samples.append(Sample(kind, options, members, join(members), values, states))
     return samples
 
 
@@ -112,49 +118,34 @@ def _states(states: Sequence[Mapping[Any, Any]], first: Tensor) -> dict[str, Any
     for name, x in states[0].items():
         if not isinstance(x, Tensor) or x.ndim == 0:
             taken[name] = copy.deepcopy(x)
-            continue
-        tensors = [state[name] for state in states]
-        is_code = type(x) is Tensor and x.element_size() == 1
-        if x.shape != first.shape or is_code:
+        elif x.shape != first.shape or (type(x) is Tensor and x.element_size() == 1):
             return None
-        taken[name] = join(tensors)
+        else:
+            taken[name] = join(state[name] for state in states)
     return taken
 
 
-def size_of(sample: Sample) -> Tensor:
-    """Return the largest change of each tensor of a sample beyond one rounding, after the step."""
-    before = sample.weights.double().view(-1, SIZE)
-    rounding = before.abs() * torch.finfo(sample.weights.dtype).eps
-    return ((_stored(sample)).abs() - rounding).clamp_min(0.0).amax(1)
-
-
-def _stored(sample: Sample) -> Tensor:
-    return (join(sample.members).double() - sample.weights.double()).view(-1, SIZE)
-
-
-def repeated(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
+def shares_of(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
     """Return numbers of each tensor of a sample, after the step.
 
-    ``meant`` is the sum of squares of the change that was meant, -1 where a copy does not repeat the
+    ``meant`` is the sum of squares of the change that was meant, -1 where the copy does not repeat the
     step; ``stored`` is its product with the stored change.
 
     Raises:
-        ArithmeticError: the class has no copy.
+        ArithmeticError: a copy of elements does not step as the whole.
     """
-    stored = _stored(sample)
+    if sample.states is None:
+        raise ArithmeticError(f"{type(optimizer).__name__} has states that are not by elements")
     wide = wide_of(sample.weights)
-    states = copy.deepcopy(sample.states or {})
-    for name, x in states.items():
-        if isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point():
-            states[name] = x.to(torch.promote_types(x.dtype, wide.dtype))
+    states = {}
+    for name, x in sample.states.items():
+        is_beside = isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point()
+        states[name] = x.to(torch.promote_types(x.dtype, wide.dtype)) if is_beside else x
     with no_trace():
-        twins = (
-            Twin(optimizer, sample.group, sample.weights.clone(), copy.deepcopy(sample.states)),
-            Twin(optimizer, sample.group, wide, states),
-        )
-        again, meant = (twin.step(sample.gradients).view(-1, SIZE) for twin in twins)
+        meant = Twin(optimizer, sample.group, wide, states).step(sample.gradients).view(-1, SIZE)
+    stored = sample.change()
     squares = meant.square().sum(1)
-    is_apart = (again - stored).square().sum(1) > _REPEATS * squares
+    is_apart = sample.beyond(stored - meant).square().sum(1) > REPEATS * squares
     return {"meant": squares.masked_fill(is_apart, -1.0), "stored": (meant * stored).sum(1)}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.samples import take
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
@@ -21,7 +22,7 @@ NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
 """Formats of weights that optimizers step."""
 SAMPLE = 1 << 14
-"""Elements of a tensor that stand for it."""
+"""Elements of a tensor that stand for it, at most."""
 
 
 class Stepped(NamedTuple):
@@ -117,13 +118,8 @@ def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Copy elements of this rank's part of a tensor to the CPU, 1-D: the same of each shape."""
-    flat = local_of(tensor.detach()).reshape(-1)
-    if flat.numel() > SAMPLE:
-        generator = torch.Generator().manual_seed(0)
-        places = torch.randint(flat.numel(), (SAMPLE,), generator=generator)
-        flat = flat[places.to(flat.device)]
-    return flat.clone().cpu()
+    """Return elements of this rank's part of a tensor on the CPU, 1-D: the same of each shape."""
+    return take(tensor, SAMPLE).cpu()
 
 
 # ── readings ──────────────────────────────────────────────────────────────────────────────────────

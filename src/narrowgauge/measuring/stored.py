@@ -18,9 +18,10 @@ from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.reading import Readings, of_all, words_of
+from narrowgauge.measuring.samples import take
 from narrowgauge.measuring.set_up import NARROW, SetUp, Stepped, spread
 from narrowgauge.measuring.twin import Twin, low_bits_kept, no_trace, wide_of
-from narrowgauge.numerics.dtensor import gradient_of, local_of
+from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
@@ -31,8 +32,6 @@ WARM = 64
 """Steps of random gradients after which the size of a step is a run's."""
 READ = 16
 """Last steps whose sizes are read."""
-ELEMENTS = 64
-"""Elements of a step that is read."""
 LARGE = 1 << 12
 """Elements from which on torchao and bitsandbytes hold the states of a tensor as codes."""
 SEED = 7_919_003
@@ -154,34 +153,24 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     return row
 
 
-def _add_sizes(
-    seen: Copy, stepped: Stepped, options: Mapping[str, float], part: float = 1.0
-) -> None:
-    """Step elements of a tensor by gradients of random sign, and once more by small ones.
-
-    Args:
-        part: of the elements; 0 where they lose the step in float32 too.
-    """
+def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> None:
+    """Step elements of a tensor by gradients of random sign, and once more by small ones."""
     _, p, group, optimizer = stepped
-    places = torch.linspace(0, local_of(p).numel() - 1, ELEMENTS).long().to(p.device)
-    start = torch.take(local_of(p.detach()), places)
+    start = take(p)
     norms = []
     for scale in (2.0**-6, 1.0):
         generator = torch.Generator().manual_seed(SEED)
-        twin = Twin(optimizer, group, part * wide_of(start), options=options)
+        twin = Twin(optimizer, group, wide_of(start), options=options)
         changes = []
         for _ in range(WARM):
-            noise = scale * torch.randn(ELEMENTS, generator=generator)
+            noise = scale * torch.randn(len(start), generator=generator)
             changes.append(twin.step(noise.to(p.device)))
         seen.sizes = torch.cat(changes[-READ:]).cpu().float()
         norms.append(float(seen.sizes.norm()))
     if not norms[1] and options.get("lr", 1.0):
-        if part:
-            _add_sizes(seen, stepped, options, 0.0)
-            return
         raise ArithmeticError(f"a copy of {type(optimizer).__name__} does not step")
     if norms[0] < norms[1] / 8:
-        seen.over_gradient = norms[1] / math.sqrt(READ * ELEMENTS)
+        seen.over_gradient = norms[1] / math.sqrt(READ * len(start))
 
 
 def _direction(p: Tensor, matrix: float, seen: Copy, gradient: Tensor | None) -> Tensor:

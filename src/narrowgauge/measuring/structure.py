@@ -174,7 +174,7 @@ def _add_missing(
         elif gradient is None and right is None:
             words = UNREAD
             if storage_key(leaves[name]) in finite.read:
-                words = "none: operations read it, and it is not in the graph of the loss"
+                words = "none: operations read them, and no graph of the loss leads there"
         elif finite.made:
             result.unseen[f"the gradient of {name}, exactly zero"] = "; ".join(finite.made.values())
         if words:
