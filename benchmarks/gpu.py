@@ -25,10 +25,10 @@ from speed import OPTIONS, report_layers, report_steps
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.numerics.quantization import padded, quantize, random_words
+from narrowgauge.matmul.gemm import operand_dtype
+from narrowgauge.matmul.operand import cast_matrix
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support.compile import compiled
 from narrowgauge.torch_support.proof import draw, first_difference
 
 PROCESSES = 14
@@ -69,20 +69,17 @@ def step_error(storage: str, device: str, steps: int) -> int:
 
 
 def cast_error(cast: Cast, device: str) -> int:
-    """Count the results of a cast, eager and compiled, with other bits than the CPU's."""
+    """Count the results of a cast, as layers call it there, with other bits than the CPU's."""
     num_wrong = 0
     for dim in (0, 1):
-
-        def codes(x: Tensor, *words: Tensor, dim: int = dim) -> list[Tensor]:
-            parts = quantize(x, cast, dim, words=words or None)  # type: ignore[arg-type]
-            return [part for part in parts if part is not None]
-
         for edges in (False, True):
-            x = padded(draw(torch.bfloat16, (300, 520), edges=edges, seed=dim), cast, dim)
-            words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else ()
-            there = [argument.to(device) for argument in (x, *words)]
-            for function in (codes, compiled(codes)):
-                num_wrong += num_different(codes(x, *words), function(*there))
+            x = draw(torch.bfloat16, (300, 520), edges=edges, seed=dim)
+            results = []
+            for place in ("cpu", device):
+                key = torch.tensor(17, device=place) if cast.needs_bits else None
+                parts = cast_matrix(x.to(place), cast, dim, operand_dtype(cast), key)
+                results.append([part for part in parts if part is not None])
+            num_wrong += num_different(*results)
     return num_wrong
 
 

@@ -1,6 +1,6 @@
 """Fingerprints of what the arithmetic stores and returns, for ``tests/golden/steps.toml``.
 
-All inputs are made by integer hashing. Steps of elementwise rules, roundings and casts use no
+All inputs are made by integer hashing. Steps of elementwise rules and casts use no
 matmul, and linear layers multiply values whose sums are exact in float32, so these bits do not
 depend on the processor. Two sections are kept for each kind of processor: matrix rules, which
 multiply real numbers, and linear layers with the processor's own bfloat16 matmul, which rounds its
@@ -204,37 +204,6 @@ def linear(compute: Compute) -> str:
     return fingerprint(results)
 
 
-# ── roundings ───────────────────────────────────────────────────────────────────────────
-
-
-def hard_values() -> Tensor:
-    """Float32 values of every exponent and sign, ties, subnormals, zeros, infinities and NaN."""
-    word = hashed((8192,), 3)
-    word[:256] = torch.arange(256) << 23 | 0x400000  # a tie or nearly one in every binade
-    word[256:512] = torch.arange(256) << 23 | 0x80000000
-    word[512:520] = torch.tensor(
-        [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7FFFFF]
-    )
-    return torch.where(word >= 2**31, word - 2**32, word).int().view(torch.float32)
-
-
-def rounding(format: str) -> str:
-    """Each rounding of the hard values, float32 and float64, with and without saturation."""
-    x = hard_values()
-    results = []
-    for source in (x, x.double() * (1 + 2.0**-40)):
-        for kind in ("nearest", "stochastic"):
-            for saturate in (False, True):
-                seed = 9 if kind == "stochastic" else None
-                results.append(ng.round_to(source, format, kind, seed=seed, saturate=saturate))
-    return fingerprint(results)
-
-
-def formats() -> list[str]:
-    """The formats that float32 can hold."""
-    return [name for name in ng.spec.FORMATS if name not in ("float32", "float64")]
-
-
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -249,7 +218,6 @@ def sections() -> dict[str, dict[str, str]]:
         f"steps on {here}": {},
         "linear layers": {},
         f"linear layers on {here}": {},
-        "roundings": {name: rounding(name) for name in formats()},
     }
     torch.set_num_threads(1)
     try:

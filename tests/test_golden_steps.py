@@ -1,5 +1,4 @@
-"""The bits of every step, linear layer and rounding are those of
-``tests/golden/steps.toml``.
+"""The bits of every step and linear layer are those of ``tests/golden/steps.toml``.
 
 ``./dev test --update-golden`` records them again. ``golden_steps.py`` says what is computed.
 """
@@ -31,4 +30,4 @@ def test_the_bits_are_as_recorded(update_golden: bool) -> None:
         for name in rows.keys() | recorded.get(section, {}).keys():
             if rows.get(name) != recorded.get(section, {}).get(name):
                 changed.append(f"{section}: {name}")
-    assert len(comparable) >= 3 and not changed, f"other bits than recorded: {sorted(changed)}"
+    assert len(comparable) >= 2 and not changed, f"other bits than recorded: {sorted(changed)}"

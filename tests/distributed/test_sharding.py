@@ -137,7 +137,6 @@ def on_a_part(rank: int) -> str:
             nn.Linear(32, 32),
             "float8-tensor/word/reproducible",
             mesh=mesh,
-            shard="none",
             max_grad_norm=1.0,
             compile=False,
         )

@@ -97,7 +97,9 @@ def fsdp2(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
 
 def replicated(recipe: str, mesh: Any) -> dict[str, str]:
     """Keep the whole model on each rank."""
-    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh, shard="none"), mesh=mesh))
+    training = start(recipe)
+    reduction = ng.reduce_gradients_with(training.model, average=False, mesh=mesh)
+    return fingerprint(train_in_micro_batches(training, mesh=mesh, reduction=reduction))
 
 
 def offloaded(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:

@@ -19,7 +19,6 @@ from narrowgauge.matmul.layer_matmuls import Call, outlier_columns, output
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
-from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words, spread
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
 from narrowgauge.spec.notation import get_compute
 from tensors import bits_with_one_nan
@@ -89,17 +88,10 @@ def same(first: Result, second: Result) -> bool:
     )
 
 
-def exact(cast: Quantized) -> Tensor:
-    """The values that codes and scales stand for, in float64, where their product is exact."""
-    values = cast.codes.double()
-    if cast.inner is not None:
-        values = values * spread(cast.inner, values.shape)
-    return values if cast.outer is None else values * cast.outer.double()
-
-
-def words_for(x: Tensor, cast: Cast, dim: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Random words for each place of the matrix filled up, where a cast asks for them."""
-    return None if cast.rounding == "nearest" else random_words(*padded(x, cast, dim).shape, key)
+def exact(operand: Operand) -> Tensor:
+    """The values that an operand stands for, in float64, where codes times scales are exact."""
+    values = operand.data.double()
+    return values if operand.outer is None else values * operand.outer.double()
 
 
 def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list[Operand]:
@@ -117,10 +109,11 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
 
 def quantized(
     x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None
-) -> Quantized:
-    """A matrix cast as the definition says, filled up to whole blocks."""
+) -> Operand:
+    """A matrix cast by itself, ``[side, contraction]``, filled up to whole blocks."""
     x = x.detach() if fold is None else x.detach().float() * fold
-    return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key))
+    dtype = getattr(torch, cast.format) if cast.is_wide else torch.float32
+    return cast_matrix(x, cast, dim, dtype, None if cast.rounding == "nearest" else key)
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -151,16 +144,13 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         fold = None
         if matmul.right.granularity == "column":
             # Scales along the contraction: a factor of the left operand, before it is cast.
-            fold = rhs.outer.view((1, -1) if of_left else (-1, 1))
+            fold = rhs.outer.reshape((1, -1) if of_left else (-1, 1))
             rhs = rhs._replace(outer=None)
         key = KEY
         if row.is_stochastic:
             key = mixed(content_key(layer.key, grad, saved, weight), 2 + of_left)
         lhs = quantized(first, matmul.left, of_left, key=key, fold=fold)
-        values[place] = (
-            exact(lhs) if of_left else exact(lhs).t(),
-            exact(rhs) if of_right else exact(rhs).t(),
-        )
+        values[place] = exact(lhs), exact(rhs)
     return values
 
 

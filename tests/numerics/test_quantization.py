@@ -11,18 +11,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.quantization import (
-    Quantized,
-    quantize,
-    random_words,
-    spread,
-    uniform,
-)
+from narrowgauge.matmul.operand import Operand, cast_matrix
+from narrowgauge.numerics.quantization import random_words, uniform
 from narrowgauge.numerics.rounding import round_nearest, round_to
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.formats import FORMATS
@@ -106,31 +100,28 @@ def test_words_are_hashes_of_logical_indices(key: int) -> None:
 # ── every cast of the table against the oracle ────────────────────────────────────────────────────
 
 
-def ours(x: Tensor, cast: Cast, dim: int = 1) -> Quantized:
-    words = random_words(x.shape[0], x.shape[1], KEY)
-    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words)
+def ours(x: Tensor, cast: Cast, dim: int = 1) -> Operand:
+    """The cast operand ``[side, contraction]``: of blocks, codes times the scales of their blocks."""
+    dtype = getattr(torch, cast.format) if cast.is_wide else torch.float32
+    return cast_matrix(x, cast, dim, dtype, None if cast.rounding == "nearest" else KEY)
 
 
-def theirs(x: Tensor, cast: Cast, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the oracle says, turned as the matrix lies."""
+def theirs(x: Tensor, cast: Cast, dim: int = 1) -> oracle.Result:
+    """What the oracle says."""
     drawn = uniform(random_words(*x.shape, KEY))
     turned = []
     for v in (x.float(), drawn):
         turned.append((v if dim == 1 else v.t()).contiguous().numpy())
-    result = oracle.quantize(turned[0], **asdict(cast), uniform=turned[1])
-    codes, inner, outer = (torch.from_numpy(np.ascontiguousarray(v)) for v in result)
-    return (codes, inner, outer) if dim == 1 else (codes.t(), inner.t(), outer.t())
+    return oracle.quantize(turned[0], **asdict(cast), uniform=turned[1])
 
 
 def agree(x: Tensor, cast: Cast, dim: int) -> bool:
-    result = ours(x, cast, dim)
-    codes, inner, outer = theirs(x, cast, dim)
-    unscaled = torch.ones_like(codes)
-    return (
-        same(result.codes, codes)
-        and same(unscaled if result.inner is None else spread(result.inner, x.shape), inner)
-        and same(unscaled if result.outer is None else result.outer.expand(x.shape), outer)
-    )
+    operand = ours(x, cast, dim)
+    result = theirs(x, cast, dim)
+    values = torch.from_numpy(result.codes * result.inner)
+    outer = torch.from_numpy(result.outer)
+    scale = torch.ones(1, 1) if operand.outer is None else operand.outer
+    return same(operand.data.float(), values) and same(scale.expand(values.shape), outer)
 
 
 def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
@@ -195,9 +186,8 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
         ends[0, 0] = 2688 * 0.7
     x = torch.ones(shape)
     x[::high, ::wide] = ends
-    result = ours(x, cast)
-    scale = torch.ones(1, 1) if result.inner is None else spread(result.inner, x.shape)
-    scale = scale if result.outer is None else scale * result.outer
+    result = theirs(x, cast)
+    scale = torch.from_numpy(result.inner * result.outer)
     ways = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(5)).int()
     x = from_bits((ties * scale).view(torch.int32) + ways)
     x[::high, ::wide] = ends
@@ -211,7 +201,7 @@ def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
         # Transposed, not copied: how a matrix lies must not matter.
         x = matrix if dim == 1 else matrix.t()
         assert agree(x, cast, dim), name
-    assert same(ours(x.contiguous(), cast, dim).codes, ours(x, cast, dim).codes)
+    assert same(ours(x.contiguous(), cast, dim).data, ours(x, cast, dim).data)
 
 
 # ── exactness in bfloat16 ─────────────────────────────────────────────────────────────────────────

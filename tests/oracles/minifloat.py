@@ -37,10 +37,6 @@ class Grid:
         """Which magnitude lies just below or at a value; the largest for what is out of range."""
         return min(bisect_right(self.magnitudes, Fraction(abs(value))), self.num_finite) - 1
 
-    def toward_zero(self, value: float) -> float:
-        """The neighbour nearer to zero."""
-        return math.copysign(float(self.magnitudes[self.below(value)]), value)
-
     def nearest(self, value: float) -> float | None:
         """The nearest value, ties to the even place in the list; None on overflow."""
         place = self.below(value)

@@ -171,8 +171,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model in float16": (in_float16, RecipeError, "float8-row.*float16.*bfloat16 weights"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),
-    "a rounding": (lambda: round_to(torch.ones(3), "bfloat16", "up"), FormatError, "'up'"),
-    "no seed": (lambda: round_to(torch.ones(3), "bfloat16", "stochastic"), FormatError, "seed"),
+    "a wider format": (lambda: round_to(torch.ones(3), "float64"), FormatError, "float64.*float32"),
     # plans
     "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*0, 1, 2, 3"),
     "what does not divide": (

@@ -62,7 +62,6 @@ def prepare(
     optimizer: Callable[..., OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
     seed: int = 0,
     mesh: Any = None,
-    shard: str = "full",
     offload: bool = False,
     average: bool = True,
     **options: Any,
@@ -85,11 +84,9 @@ def prepare(
             ``storage=``, ``seed=`` and the options. It is first called with copies, to learn what
             it refuses.
         seed: seed of stochastic rounding.
-        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
-            with ``shard="none"`` and the reduction ``reproducible``. A mesh of two axes replicates
-            a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
-            DistributedDataParallel may wrap it afterwards.
-        shard: ``"full"`` or ``"none"``, with a mesh.
+        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it. A mesh of two
+            axes replicates a sharded model. Every rank starts from rank 0's values. ``None`` keeps
+            the model whole; DistributedDataParallel may wrap it afterwards.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them
             up. Use that if each loss is a micro-batch's part of the step's loss. The same bits on
@@ -118,7 +115,7 @@ def prepare(
         torch.bfloat16
     """
     policy = parse(recipe)
-    _require_trainable(model, policy, mesh, shard)
+    _require_trainable(model, policy, mesh)
     visible = policy.storage.visible
     build = partial(optimizer, storage=policy.storage.name, seed=seed, **options)
     copies = []
@@ -135,7 +132,7 @@ def prepare(
     if policy.dtype == visible:
         cast_statistics(model, lambda statistics: rounded(statistics, visible))
     _narrow_linears(model, policy, seed)
-    if mesh is not None and shard != "none":
+    if mesh is not None:
         wire = policy.reduction.wire
         sharding.shard(model, mesh, offload=offload, wire=wire, average=average)
     if policy.compute.transform == "scalify":
@@ -146,12 +143,12 @@ def prepare(
     stepped = stepper.parameter_names()  # a user's function may leave some out
     stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items() if p in stepped})
     if policy.reduction.order_invariant:
-        stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
+        stepper.reduction = reduce_gradients_with(model, average=average)
     stepper.scales_loss = policy.compute.scales_loss
     return model, stepper
 
 
-def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
+def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
     """Refuse a model that a recipe cannot train, in what its optimizer does not refuse."""
     this = f"this {type(model).__name__} by recipe '{recipe.name}'"
     if isinstance(model, nn.parallel.DistributedDataParallel) or sharding.has_shards(model):
@@ -182,13 +179,12 @@ def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) 
     if recipe.compute.transform == "scalify":
         rules_of(model)
     if mesh is not None:
-        sharding.require_mesh(mesh, shard)
-    lacks_mesh = mesh is None and recipe.reduction.name != "native" and all_ranks().size > 1
-    if lacks_mesh or (shard == "none" and not recipe.reduction.order_invariant):
+        sharding.require_mesh(mesh)
+    elif recipe.reduction.name != "native" and all_ranks().size > 1:
         raise RecipeError(
             f"Cannot sum gradients over ranks by recipe '{recipe.name}' alone.",
-            "Pass mesh=init_device_mesh(…). To keep the model whole on every rank, take "
-            "'reproducible', or a recipe without a reduction in DistributedDataParallel.",
+            "Pass mesh=init_device_mesh(…). To keep the model whole on every rank, take a recipe "
+            "without a reduction, and ng.reduce_gradients_with or DistributedDataParallel.",
         )
 
 

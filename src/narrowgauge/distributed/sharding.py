@@ -15,7 +15,6 @@ from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.anatomy import parts
 
@@ -104,10 +103,8 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
                 tensor.detach().copy_(values)
 
 
-def require_mesh(mesh: Any, sharding: str = "full") -> None:
-    """Refuse an unknown ``sharding``, and a mesh that cannot hold one or lacks this rank."""
-    if sharding not in SHARDINGS:
-        raise RecipeError(f"Cannot shard by {sharding!r}. Try one of {', '.join(SHARDINGS)}.")
+def require_mesh(mesh: Any) -> None:
+    """Refuse a mesh that FSDP2 cannot shard over, or that lacks this rank."""
     if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         raise RecipeError(
             "Cannot shard over a mesh of more than two axes, or of two without names.",

@@ -19,11 +19,18 @@ from torch import Tensor
 
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, Operand, bound, without_outer
-from narrowgauge.numerics.widening import EXACT_TERMS, INT32_TERMS, is_widened, multiply_plain
+from narrowgauge.numerics.widening import (
+    EXACT_TERMS,
+    INT32_TERMS,
+    is_widened,
+    multiply_plain,
+    multiply_wide,
+)
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
 from narrowgauge.torch_support.compile import fused
 from narrowgauge.torch_support.machine import multiplies
+from narrowgauge.torch_support.torch_names import is_traced
 
 
 def multiply(
@@ -125,6 +132,8 @@ def _multiply_values(a: Tensor, b: Tensor, is_result: bool) -> Tensor:
         return torch.mm(a, b)
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
+    if not is_traced():  # here nothing needs a gradient
+        return multiply_wide(a, b, None, torch.float32)
     values: Tensor = multiply_plain(a, b, None, torch.float32)
     return values
 

@@ -149,25 +149,27 @@ class _Stored(Computed):
 
 
 _OF_SHAPE = {
-    *(getattr(Tensor, name).__get__ for name in (
-        "device", "dtype", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape",
-    )),
-    *(Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "numel", "size",
 }  # fmt: skip
-"""What a weight answers without its values."""
-_DATA: Any = Tensor.data
+"""What a weight answers without its values, beside its attributes."""
+_CASTS = {"bfloat16", "float", "half", "to", "type"}
+_VIEWS = {"T", "detach", "mT", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view"}
+_PRODUCTS = (*PRODUCTS, torch.addmm, torch.einsum, torch.mm, Tensor.mm)
 
 
 class _LazyWeight(Tensor):
-    """The weight of a layer that stores codes: widened in each function that needs its values.
+    """The weight of a layer that stores codes, or another form of it: widened in each function that
+    needs its values.
 
     A change of such values would change nothing, so it is refused.
 
     Attributes:
         layer: whose weight it is.
+        forms: the functions that make it of the weight.
     """
 
     layer: QuantizedLinear
+    forms: tuple[Callable[[Tensor], Any], ...]
     _is_hf_initialized = True  # transformers draws no values for it
 
     @classmethod
@@ -178,32 +180,67 @@ class _LazyWeight(Tensor):
         def read(weight: _LazyWeight) -> Tensor:
             with torch.inference_mode(False):  # else a change would not be counted
                 values = weight.layer.read()
+                for form in weight.forms:
+                    values = form(values)
             reads.append((weight.layer, values, values._version))
             return values
 
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_SHAPE:
-                return func(*args, **kwargs)
-            if func == _DATA.__get__:
-                return args[0]
+            if args and isinstance(args[0], cls):
+                answer = args[0]._answer(func, args[1:], kwargs)
+                if answer is not NotImplemented:
+                    return answer
             args, kwargs = tree_map_only(cls, read, (args, kwargs))
             result = func(*args, **kwargs)
         for layer, values, version in reads:
-            if func == _DATA.__set__ or values._version != version:
+            if func == Tensor.data.__set__ or values._version != version:  # type: ignore[attr-defined]
                 raise RecipeError(
                     "Cannot change the weight of a layer that stores codes and scales.",
                     "To merge adapters, load the base again in 16 bits; add adapters before "
                     "quantize_for_inference.",
                 )
-            if func in PRODUCTS:
+            if func in _PRODUCTS:
                 _warn_of_product(layer)
         return result
 
+    def _answer(self, func: Any, rest: Any, options: Any) -> Any:
+        """Return what a function of the weight gives without its values, if it does not need them."""
+        name = func.__name__
+        is_attribute = name == "__get__"
+        if is_attribute:
+            name = getattr(func.__self__, "__name__", "")
+        if name == "data":
+            return self
+        if name == "data_ptr":
+            return self.layer.weight_codes.data_ptr()
+        look: Any = self
+        if name in _CASTS:
+            look = self.new_empty(())  # a cast of the whole would take memory
+        elif not is_attribute and name not in _VIEWS | _OF_SHAPE:
+            return NotImplemented
+        result = func(look, *rest, **options)
+        if not isinstance(result, Tensor):
+            return result
+        if name in _CASTS:
+            result = result.expand(self.shape)
+        elif name not in _VIEWS:
+            return NotImplemented
+        return _lazy(result, self.layer, (*self.forms, lambda x: func(x, *rest, **options)))
+
+
+def _lazy(look: Tensor, layer: QuantizedLinear, forms: tuple[Any, ...] = ()) -> _LazyWeight:
+    """Return the weight of a layer in some form, which looks like a tensor without memory."""
+    weight = look.as_subclass(_LazyWeight)
+    weight.layer = layer
+    weight.forms = forms
+    return weight
+
 
 def _warn_of_product(layer: QuantizedLinear) -> None:
+    # Without the layer's own name, so that Python shows the line once for all blocks.
     pattern = "*." + layer.layer_name.rpartition(".")[2]
     warnings.warn(
-        f"The model's own code multiplies by the weight of '{layer.layer_name}', which stores codes: "
+        f"The model's own code multiplies by the weights of '{pattern}', which are stored as codes: "
         "they are widened in each call, and the product is not the one that was trained. Leave such "
         f'layers wide with keep=("{pattern}",).',
         stacklevel=4,
@@ -224,9 +261,7 @@ class QuantizedLinear(_Stored, nn.Linear):
         """Return a weight that is widened when its values are needed, for code that reads it."""
         if torch.compiler.is_compiling():  # a compiler drops what is not used
             return self.read()
-        weight = self.stand_in().as_subclass(_LazyWeight)
-        weight.layer = self
-        return weight
+        return _lazy(self.stand_in(), self)
 
     def stored_weights(self) -> dict[str, Tensor]:
         """Return a stand-in for the weight."""

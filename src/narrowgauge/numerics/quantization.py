@@ -13,7 +13,6 @@ count as 2^-100 for a scale. Zeros may lose their sign.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,6 @@ from narrowgauge.numerics.rounding import (
     reciprocal,
     round_nearest,
     round_stochastic,
-    round_to,
 )
 from narrowgauge.spec.computes import ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import Format, get_format
@@ -39,50 +37,6 @@ _E4M3 = get_format("float8_e4m3fn")
 _COLUMNS = 0x2545F491
 
 
-class Quantized(NamedTuple):
-    """Hold a quantized matrix ``[rows, columns]``.
-
-    Its values are ``codes * inner * outer``, all float32.
-
-    Attributes:
-        codes: values of the format.
-        inner: scales ``[row blocks, column blocks]``, see :func:`spread`; ``None`` without blocks.
-        outer: ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul;
-            ``None`` without one.
-    """
-
-    codes: Tensor
-    inner: Tensor | None
-    outer: Tensor | None
-
-
-def quantize(
-    x: Tensor,
-    cast: Cast,
-    dim: int = 1,
-    *,
-    words: tuple[Tensor, Tensor] | None = None,
-) -> Quantized:
-    """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
-
-    Args:
-        x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
-        dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
-        words: for stochastic rounding, from :func:`random_words`.
-    """
-    values = x
-    if cast.rotation != "none":
-        values = rotate(x, dim)
-    if cast.block is None:
-        codes, outer = quantize_whole(values, cast, dim, words, None)
-        return Quantized(codes, None, outer)
-    sides = sides_of(cast, dim)
-    if words is not None:
-        words = blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1]))
-    codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, words)
-    return Quantized(codes.reshape(x.shape), inner.flatten(0, 1).flatten(1, 2), outer)
-
-
 def quantize_whole(
     x: Tensor,
     cast: Cast,
@@ -90,15 +44,21 @@ def quantize_whole(
     words: tuple[Tensor, Tensor] | None,
     fold: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
+    """Quantize a rotated matrix with a scale for all of it, or for each row or column.
+
+    Args:
+        dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
+        words: for stochastic rounding, from :func:`random_words`.
+        fold: multiplied into ``x`` first.
+    Returns:
+        Codes and, but for a static cast, the scale to apply after the matmul: ``[rows, 1]``, ``[1,
+        columns]`` or ``[1, 1]``.
+    """
     values = x.float()
     if fold is not None:
         values = values * fold
     if cast.scaling == "static":
         values = values.where(values.isfinite(), torch.nan)  # a static scale would hide infinities
-    if cast.is_wide:
-        return (round_to(values, cast.element) if cast.element.bits < 32 else values), None
-    if cast.scaling == "static":
         return _codes(values, None, cast, words), None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
     outer = _one_level_scale(values.abs().amax(along, keepdim=True), cast)
@@ -169,15 +129,12 @@ def random_words(rows: int, columns: int, key: Tensor) -> tuple[Tensor, Tensor]:
     layer, the operand and its content, and well mixed. Keys that differ only in low bits give the same
     words in another order.
     """
-    row = torch.arange(rows, dtype=torch.int32, device=key.device)
-    column = torch.arange(columns, dtype=torch.int32, device=key.device)
-    column_key = random_bits(key, _COLUMNS)
-    by_row = random_bits(row, key)
-    by_column = random_bits(column, column_key)
-    return (
-        ((by_row >> 16) & 0xFFFF).float()[:, None] * 2.0**-16,
-        ((by_column >> 16) & 0xFFFF).float()[None, :] * 2.0**-16 + 2.0**-17,
-    )
+    sides = [rows, columns]
+    index = [torch.arange(side, dtype=torch.int32, device=key.device) for side in sides]
+    seeds = [key.expand(rows), random_bits(key, _COLUMNS).expand(columns)]
+    words = (random_bits(torch.cat(index), torch.cat(seeds)) >> 16) & 0xFFFF
+    by_row, by_column = (words.float() * 2.0**-16).split(sides)
+    return by_row[:, None], by_column[None, :] + 2.0**-17
 
 
 def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
@@ -275,12 +232,6 @@ def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
     if not is_symbolic and not any(extra):
         return x
     return F.pad(x, (0, extra[1], 0, extra[0]))
-
-
-def spread(inner: Tensor, shape: torch.Size) -> Tensor:
-    """Expand a scale per block to a scale per element."""
-    sides = [size // count for size, count in zip(shape, inner.shape, strict=True)]
-    return inner.repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)
 
 
 def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:

@@ -22,7 +22,6 @@ any other value. An infinity stays one. A finite value that rounds past the larg
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 import torch
@@ -229,24 +228,12 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
 
 # ── any format ────────────────────────────────────────────────────────────────────────────────────
 
-Rounding = Literal["nearest", "stochastic"]
 
+def round_to(x: Tensor, format: str | Format, *, saturate: bool = False) -> Tensor:
+    """Round the values of ``x`` to the nearest of a number format, in float32 and without gradient.
 
-def round_to(
-    x: Tensor,
-    format: str | Format,
-    rounding: Rounding = "nearest",
-    *,
-    seed: int | Tensor | None = None,
-    saturate: bool = False,
-) -> Tensor:
-    """Round the values of ``x`` to a number format, in float32 and without gradient.
-
-    * ``nearest``: ties go to the even mantissa. Ties of a scale go up, as do all values between its
-      two smallest powers.
-    * ``stochastic``: one of the two neighbours. The mean is the value, to 2^-30 of an ulp. The random
-      bits are a hash of ``seed`` (an int, or a 0-d integer tensor, which does not recompile), the
-      element's logical index and its bits.
+    * Ties go to the even mantissa. Ties of a scale go up, as do all values between its two smallest
+      powers.
     * A value past the largest becomes infinity if the format has one, else NaN if it has that, else
       the end of the range. ``saturate=True`` gives the end of the range in every format.
     * NaN becomes the quiet NaN, or 0 in a format without NaN. A zero keeps its sign.
@@ -254,27 +241,27 @@ def round_to(
       smallest power.
 
     Raises:
-        FormatError: the format is float64, or the rounding or seed is missing.
-    Source: IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2; Croci et al. 2022 (10.1098/rsos.211631).
+        FormatError: an unknown format, or float64.
+    Source: IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2.
     Example:
         >>> round_to(torch.tensor([0.1, 460.0, 1000.0]), "float8_e4m3fn")
         tensor([1.0156e-01, 4.4800e+02,        nan])
     """
     row = get_format(format)
-    _check(row.name, rounding, seed)
+    if row.name == "float64":
+        raise FormatError(
+            "Cannot round to float64 because the result is float32.",
+            "Take a format that float32 holds.",
+        )
     values = x.detach().double()
     magnitude = values.abs()
     negative = values.signbit() & row.signed
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
-    floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
     exponent = magnitude.view(torch.int64) >> 52
+    floor = row.finest_exponent + (not row.signed)
     step = (exponent - 1023 - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
-    steps = magnitude * _power(-step)
-    count = steps.round()
-    if rounding == "stochastic" and seed is not None:
-        count = _drawn(steps, x, seed)
-    rounded = count * _power(step)
+    rounded = (magnitude * _power(-step)).round() * _power(step)
     limit = torch.where(negative, -row.min, row.max)
     outside = limit
     if not saturate and row.nans:
@@ -292,38 +279,5 @@ _LARGEST_STEP = 200
 """A larger value overflows in every format. Its power of two is still a float64."""
 
 
-def _check(name: str, rounding: str, seed: int | Tensor | None) -> None:
-    is_drawn = rounding == "stochastic" and seed is not None
-    if name == "float64" or not (is_drawn or rounding == "nearest"):
-        raise FormatError(
-            f"Cannot round to {name} by {rounding!r} with the seed {seed}.",
-            "Round to a format that float32 holds, to 'nearest', or 'stochastic' with seed=.",
-        )
-
-
 def _power(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
-
-
-def _drawn(steps: Tensor, x: Tensor, seed: int | Tensor) -> Tensor:
-    """Round steps to one of their two neighbours by a uniform number of 31 bits in [0, 1) for each
-    element, a hash of its seed, index and bits.
-    """
-    if isinstance(seed, int):
-        seed &= 0xFFFFFFFF  # torch.seed() gives numbers beyond int64
-    word = _low_word(torch.as_tensor(seed, dtype=torch.int64, device=x.device))
-    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
-    if x.dtype is torch.float64:
-        wide = x.detach().contiguous().view(torch.int64)
-        bits = _low_word(wide ^ (wide >> 32))
-    else:
-        bits = bits_of(x.detach().float())
-    place = random_bits(_low_word(index), word)
-    uniform = (random_bits(place ^ bits, word) & MAGNITUDE).double() * 2.0**-31
-    floor = steps.floor()
-    return floor + (steps - floor >= 1 - uniform)
-
-
-def _low_word(x: Tensor) -> Tensor:
-    # Within int32's range before it is converted: compilers convert values outside differently.
-    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)

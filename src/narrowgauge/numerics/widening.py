@@ -67,8 +67,7 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
     return x.float().addmm_(a.float(), b.float(), beta=beta, alpha=alpha).to(x.dtype)
 
 
-@torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())
-def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def multiply_wide(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to
     ``dtype``.
     """
@@ -77,6 +76,12 @@ def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype
     if bias is not None:
         values += bias.float()
     return values.to(dtype)
+
+
+# An operator, for compilers and gradients. Its call takes longer than a small product.
+multiply_plain = torch.library.custom_op(
+    "narrowgauge::multiply_plain", multiply_wide, mutates_args=()
+)
 
 
 @multiply_plain.register_fake

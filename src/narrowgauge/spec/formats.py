@@ -99,14 +99,6 @@ class Format:
         return 0 if self.kind == "int" else self.min_exponent - self.mantissa_bits
 
     @property
-    def nearest_floor(self) -> int:
-        """Return the exponent of the smallest step of rounding to nearest.
-
-        A scale rounds up between its two smallest powers.
-        """
-        return self.finest_exponent + (not self.signed)
-
-    @property
     def smallest_normal(self) -> float | None:
         """Return the smallest positive value with a full mantissa; ``None`` for integers."""
         return None if self.kind == "int" else math.ldexp(1.0, self.min_exponent)

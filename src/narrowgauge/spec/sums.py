@@ -16,10 +16,6 @@ from dataclasses import dataclass
 
 from narrowgauge.spec.formats import get_format
 
-SHARDINGS = ("full", "none")
-"""How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none``
-keeps all on every rank.
-"""
 ACCUMULATION_DTYPES = ("float32", "bfloat16", "float64")
 """How a rank sums gradients of micro-batches: in a buffer of this format, if it is wider than the
 gradient's. Otherwise autograd sums in the gradient itself.
