@@ -24,10 +24,15 @@ def history(*rows: dict[str, Any]) -> str:
 
 LIGHTNING = "epoch,step,train_loss,val_loss,tps\n0,9,2.5,,9\n0,19,2.25,,\n0,19,,2.5,\n"
 CSV = "step,loss,lr,note\n1,3.5,0.001,warm\n2,3.25,0.001,\n"
+TITAN = (
+    "[rank0]:[titan] - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.5000  memory: 44.84GiB(47.19%)  tps: 5,615\n"
+    "[rank0]:[titan] - INFO - \x1b[33mvalidate step: 10  \x1b[32mloss:  7.2500  memory: 34.8GiB(36.19%)  tps: 15,615\n"
+)
 HISTORY = "_step,_runtime,train/loss,train/global_step,eval/loss\n0,1.5,3.5,10,\n1,2.5,3.25,20,\n2,3.0,,20,3.0\n"
 READ: dict[str, tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
     "metrics.csv": (LIGHTNING, [(10, 2.5), (20, 2.25)], [(20, 2.5)]),
     "of-monday.json": (history({"loss": 2.0, "step": 1, "epoch": 0.5}), [(1, 2.0)], []),
+    "titan.log": (TITAN, [(10, 7.5)], [(10, 7.25)]),
     "mine.csv": (CSV, [(1, 3.5), (2, 3.25)], []),
     "history.csv": (HISTORY, [(10, 3.5), (20, 3.25)], [(20, 3.0)]),
     "alone.csv": ("_step,loss\n0,3.5\n1,3.25\n", [(1, 3.5), (2, 3.25)], []),
@@ -51,6 +56,8 @@ def test_a_log_is_read_by_its_content_and_its_names(name: str, tmp_path: Path) -
     assert compare_runs([run]).rows[0]["bytes_per_param"] is None
     others = {"tokens_per_second": 9} if name == "metrics.csv" else {}
     others |= {"lr": 1e-3} if name == "mine.csv" else {}
+    if name == "titan.log":
+        others = {"tokens_per_second": 5_615, "peak_memory_bytes": 44.84 * 2**30}
     assert run.steps[0] == {"step": steps[0][0], "loss": steps[0][1], **others}
 
 

@@ -51,7 +51,7 @@ COMMANDS = {
     f"train --recipe {LONG}": ("RecipeError", "no recipe is named"),
     f"export {LONG} y": ("OSError", "File name too long"),
     "export nowhere out": ("RecordError", "it has no checkpoint"),
-    "report nowhere": ("RecordError", "No run in nowhere"),
+    "report nowhere": ("RecordError", "No run in 'nowhere'"),
     # settings
     "train --recpie x": ("UsageError", "--recpie"),
     "train --recipe bfloat16/wrod": ("RecipeError", "no storage is named 'wrod'. Did you mean 'word'?"),
@@ -90,7 +90,7 @@ COMMANDS = {
     f"{CHIP} --rule moun": ("RecipeError|UsageError", "moun"),
     "plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096": ("RecipeError|NarrowgaugeError", "1,024 positions"),
     "plan scaling 128:10d": ("DataError", "two or more"),
-    "plan scaling 128:10d,256:7d --at 0": ("UsageError", "from 1 on"),
+    "plan scaling 128:10d,256:7d --at 0": ("UsageError", "0 is not in the range x>=1"),
 }  # fmt: skip
 FINISHED = ("train --out done", "train --out done --steps 1")
 WITHOUT_TORCH = """

@@ -4,6 +4,7 @@ afterwards, in its file or beside it in ``FILE.cut``.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -70,6 +71,14 @@ def damage_settings(folder: Path) -> None:
     (folder / "run.toml").write_text("schema_version = ")
 
 
+def of_a_newer_version(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        (folder / name).write_text(re.sub(r'(schema_version"?\s*[=:]\s*)2', r"\g<1>3", text))
+
+    return change
+
+
 def record_of_a_loop(folder: Path) -> None:
     shutil.rmtree(folder)
     with Record.create(folder, {"config": {"recipe": "bfloat16/naive", "steps": 4}}) as record:
@@ -96,6 +105,7 @@ def every_checkpoint_damaged(folder: Path) -> None:
 
 FINISHED = (0, "finished: 4 steps")
 GONE = (2, "its checkpoints are gone")
+NEWER = (2, "has record schema 3; this version reads 2. Read it with the version that wrote it.")
 STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
     "finished": ("finished", Path.exists, FINISHED),
     "finished, pruned": ("finished", prune, FINISHED),
@@ -115,6 +125,9 @@ STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
     "stopped, pruned, events lost": ("stopped", both(prune, remove("events.jsonl")), (0, "begins again")),
     "stopped, pruned, settings damaged": ("stopped", both(prune, damage_settings), (2, "is damaged")),
     "stopped, pruned, settings lost": ("stopped", both(prune, remove("run.toml")), (2, "not to be overwritten")),
+    "stopped, newer settings": ("stopped", of_a_newer_version("run.toml"), NEWER),
+    "stopped, pruned, newer settings": ("stopped", both(prune, of_a_newer_version("run.toml")), NEWER),
+    "finished, newer summary": ("finished", of_a_newer_version("summary.json"), NEWER),
     "no checkpoint yet": ("stopped", keep_first_row, (0, "begins again")),
     "a record of a user's loop": ("finished", record_of_a_loop, (2, "not to be overwritten")),
     "files of a user": ("finished", files_of_a_user, (2, "not to be overwritten")),

@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,6 +78,14 @@ def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path) -> N
 
 
 # ── steps that go wrong ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_reader_of_the_progress_that_leaves_ends_no_training(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`narrowgauge train | head -1` once stopped after the first step, without a checkpoint."""
+    monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
+    assert read_run(trained(place, tmp_path / "run")).summary["steps"] == 8
 
 
 def test_a_nan_is_skipped_and_named(

@@ -13,7 +13,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -82,9 +81,7 @@ def sync(path: Path) -> None:
 
     Without the sync of its folder a power failure may undo a rename.
     """
-    if sys.platform == "win32" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -94,7 +94,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
         columns = ", ".join(sorted(map(str, names))[:8]) or "no rows"
         raise RecordError(
             f"{file} holds no loss at a step. It has {columns}.",
-            f"If one of its columns is the loss, name it {NAMES['loss'][0]}.",
+            "Name its column of losses loss. Hugging Face's Trainer writes losses to trainer_state.json.",
         )
     summary: Row = {"steps": max(by_step)}
     if evals:
@@ -128,6 +128,8 @@ def _titan_row(line: str) -> Row:
         row[name] = number.replace(",", "")
         if unit:
             row["peak_memory_bytes"] = float(row.pop(name)) * 2**30
+    if "validate step:" in plain:  # its rate and memory are those of the evaluation
+        return {"step": row.get("step"), "val_loss": row.get("loss")}
     return row
 
 

@@ -7,9 +7,9 @@ ours is refused, also what another process is writing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,9 +17,6 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, nearest, sync
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.foreign_logs import LOGS, log_file
-
-if sys.platform != "win32":
-    import fcntl
 
 ROW_FILES = ("steps", "evals", "events", "fingerprints")
 """The kinds of rows. Each has a file in a run folder: ``steps.jsonl`` and so on."""
@@ -106,14 +103,12 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def lock(path: Path) -> int | None:
+def lock(path: Path) -> int:
     """Lock a folder against other writers, until :func:`unlock` or the end of the process.
 
     Raises:
         RecordError: another process, or another record of this one, holds it.
     """
-    if sys.platform == "win32":
-        return None
     with disk_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -130,12 +125,11 @@ def lock(path: Path) -> int | None:
     return descriptor
 
 
-def unlock(descriptor: int | None) -> None:
+def unlock(descriptor: int) -> None:
     """Release the folder of a :func:`lock`, which a forked process may have open too."""
-    if descriptor is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 # ── to read ───────────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +150,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
                     runs = runs or list(filter(is_kind, group))
         if not runs:
             raise RecordError(
-                f"No run in {path}.",
+                f"No run in '{path}'.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
             )
         places += runs

@@ -142,27 +142,38 @@ def read_settings(path: Path) -> Row:
         run: Row = load_toml(data.decode())
     except ValueError as error:
         raise damaged(file, error) from error
-    version = run.pop("schema_version", None)
     for name, table in run.items():
-        if not isinstance(table, dict):
+        if name != "schema_version" and not isinstance(table, dict):
             raise damaged(file, f"'{name}' is not a table")
-    run["schema_version"] = version
-    if version != VERSION:
-        raise RecordError(
-            f"The run {path} has record schema {version}; this version reads {VERSION}.",
-            "Read it with the version that wrote it.",
-        )
+    _require_version(file, run.get("schema_version"))
     return run
 
 
 def read_summary(path: Path, notes: list[str]) -> Row | None:
     """Return the metrics of a finished run; without them, or if they are damaged, it is not finished."""
-    data = read_bytes(path / "summary.json")
+    file = path / "summary.json"
+    data = read_bytes(file)
+    if data is None:
+        return None
     try:
-        return None if data is None else dict(json.loads(data))
+        summary = dict(json.loads(data))
     except (ValueError, TypeError) as error:
         notes.append(f"summary.json is damaged ({error}) and was left out")
         return None
+    _require_version(file, summary.get("schema_version", VERSION))
+    return summary
+
+
+class SchemaError(RecordError):
+    """A file of another version, which is whole and is not to be written again."""
+
+
+def _require_version(file: Path, version: object) -> None:
+    if version != VERSION:
+        raise SchemaError(
+            f"{file} has record schema {version}; this version reads {VERSION}.",
+            "Read it with the version that wrote it.",
+        )
 
 
 def lines_in(file: Path) -> Iterator[tuple[bytes, Row | None]]:

@@ -183,19 +183,17 @@ def shortened(row: Row) -> Row:
     """
     lists = {}
     for name, tensors in row.items():
-        if tensors and isinstance(tensors, (list, dict)):
+        if isinstance(tensors, dict):
+            lists[name] = sorted(tensors.items(), key=itemgetter(1))
+        elif isinstance(tensors, list):
             lists[name] = tensors
-    most = LISTED
     short = row
+    most = LISTED
     while lists and most and (short is row or len(_line(short)) > ROW):
         short = {**row}
         counts = {}
         for name, tensors in lists.items():
-            if isinstance(tensors, dict):
-                lowest = sorted(tensors.items(), key=itemgetter(1))
-                short[name] = dict(lowest[:most])
-            else:
-                short[name] = tensors[:most]
+            short[name] = type(row[name])(tensors[:most])
             if len(tensors) > most:
                 counts[name] = len(tensors)
         if counts:

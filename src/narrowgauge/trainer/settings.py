@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import DataError, RankError, RecordError, require_package
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_free
-from narrowgauge.runs.record import read_run, read_summary
+from narrowgauge.runs.record import SchemaError, read_run, read_settings, read_summary
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.values import require_number
@@ -152,6 +152,7 @@ class Entry(NamedTuple):
 
     ``step`` is the last one that was trained and is not repeated. ``events`` are pairs of a kind
     and a sentence: what differs from what was asked for. ``is_finished``: nothing is left to train.
+    ``is_damaged``: ``run.toml`` is, and is written again.
     """
 
     settings: Settings
@@ -159,6 +160,7 @@ class Entry(NamedTuple):
     step: int = 0
     events: tuple[tuple[str, str], ...] = ()
     is_finished: bool = False
+    is_damaged: bool = False
 
 
 def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
@@ -178,6 +180,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     settings = Settings(**named)
     folder = settings.folder
     checkpoint = None
+    is_damaged = False
     events = []
     reasons = []
     if checkpoints.folders(folder):
@@ -185,6 +188,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
         notes = checkpoints.notes_of(checkpoint)
         for name in damaged:
             events.append(("damaged-checkpoint", f"{name} does not match its checksums"))
+        is_damaged = not _has_settings(folder)
     elif is_run(folder):
         notes = _notes_of_record(folder)
     else:
@@ -216,7 +220,18 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
             f"Cannot continue {folder} after step {max(step, last)} because {reasons[0]}.",
             "Leave the setting as it was, or start another run with another --out.",
         )
-    return Entry(settings, checkpoint, step, tuple(events), is_finished)
+    return Entry(settings, checkpoint, step, tuple(events), is_finished, is_damaged)
+
+
+def _has_settings(folder: Path) -> bool:
+    """Return whether ``run.toml`` can be read. Refuse one of another version, which is whole."""
+    try:
+        read_settings(folder)
+    except SchemaError:
+        raise
+    except RecordError:
+        return False
+    return True
 
 
 def _notes_of_record(folder: Path) -> dict[str, Any]:
@@ -224,9 +239,7 @@ def _notes_of_record(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
     if set(run.config) != NAMES:  # of another program
         require_free(folder)
-    last = 0
-    for row in run.steps:
-        last = row["step"]
+    last = run.last_step.get("step", 0)
     return {
         "step": 0, "last": last, "settings": {**run.config, "stop_after": 0}, "tokens": run.data_fingerprint,
         "was_saved": any(event["what"] == "checkpoint" for event in run.events),

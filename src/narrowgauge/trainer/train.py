@@ -18,9 +18,8 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,10 @@ from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prep
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.errors import RecordError
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.notation import parse
@@ -81,7 +78,7 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
         run = build(settings, tokens)
         if entry.checkpoint is not None:
             load_into(run, entry.checkpoint)
-        say = partial(print, flush=True) if is_verbose and here.is_first else lambda words: None
+        say = _say if is_verbose and here.is_first else lambda words: None
         try:
             with _recorder_of(run, entry, say) as recorder:
                 _loop(run, recorder, say)
@@ -89,6 +86,12 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
             if run.optimizer.reduction is not None:
                 run.optimizer.reduction.close()  # its hooks would keep the process group
     return settings.folder
+
+
+def _say(words: str) -> None:
+    """Print a line. A reader that has left, such as head, ends no training."""
+    with suppress(BrokenPipeError):
+        print(words, flush=True)
 
 
 # ── a run in memory ───────────────────────────────────────────────────────────────────────────────
@@ -273,7 +276,7 @@ def load(checkpoint: Path) -> Session:
 def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session."""
     settings = run.settings
-    if entry.checkpoint is not None:
+    if entry.is_damaged:
         run.here.of_first(lambda: _mend(settings))
     data = {"fingerprint": run.tokens.fingerprint, "unigram_loss": run.tokens.unigram_loss()}
     recorder = RunRecorder(
@@ -291,12 +294,9 @@ def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> Ru
 
 
 def _mend(settings: Settings) -> None:
-    """Write a damaged ``run.toml`` again."""
-    try:
-        read_settings(settings.folder)
-    except RecordError:
-        with Record(settings.folder) as record:
-            record.amend({"config": vars(settings)})
+    """Write ``run.toml`` again."""
+    with Record(settings.folder) as record:
+        record.amend({"config": vars(settings)})
 
 
 def _shown(settings: Settings, say: Callable[[str], object]) -> Callable[[str, Row], None]:
