@@ -22,6 +22,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "layout": ("tensr=2", 5),
     "program": ("torchtitn", "los=whole", "loss=none"),
     "experts": ("nf5", "nf4"),
+    "recipes": (5, [5], "no/such"),
+    "train_embeddings": (5,),
     "foo": (3,),
 }  # fmt: skip
 

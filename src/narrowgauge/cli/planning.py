@@ -21,17 +21,6 @@ _COUNT = click.IntRange(min=1)
 _WIDTHS = click.Choice([*FROZEN_BITS])
 
 
-def _counts(text: str) -> list[int]:
-    """Parse whole numbers with commas between them."""
-    try:
-        counts = list(map(int, text.split(",")))
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise click.BadParameter(f"'{text}' is not a list of numbers from 1 on, such as 8,16.")
-    return counts
-
-
 @click.group("plan", short_help="What fits, how fast, on which machines.")
 def plan_group() -> None:
     """Say what fits, how fast, on which machines, and why; nothing is trained.
@@ -39,7 +28,7 @@ def plan_group() -> None:
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan next run.toml chips=128 sequence_length=16384
-    narrowgauge plan scaling 128:10d,256:7d --at 512,1024
+    narrowgauge plan scaling 128:10d,256:7d --at 512
     """
 
 
@@ -55,11 +44,9 @@ def plan_group() -> None:
     "--recipe", "--recipes", "recipes", metavar="A,B,…", help="[default: master and our own]"
 )
 @click.option(
-    "--chip",
-    metavar="A,B,…",
-    help="Chips (narrowgauge show chips), or TOML files of your own.",
+    "--chip", metavar="NAME", help="A chip (narrowgauge show chips), or a TOML file of your own."
 )
-@click.option("--chips", metavar="N,M,…", type=_counts, help="Numbers of chips.  [default: 1]")
+@click.option("--chips", type=_COUNT, metavar="N", help="Number of chips.  [default: 1]")
 @click.option("--sequence-length", type=_COUNT, metavar="N", help="[default: 4096 at most]")
 @click.option(
     "--tokens-per-step", metavar="X", type=float, help="[default: four million, of adapters 65,536]"
@@ -92,7 +79,6 @@ def run_command(as_json: bool, **asked: Any) -> None:
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan run --model config.json --chip mine.toml --chips 32 --tokens 300e9
-    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 32,48 --tokens 300e9
     """
     from narrowgauge.planner.plan import plan
 
@@ -129,16 +115,18 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…")
-@click.option("--at", metavar="N,M,…", type=_counts, help="Numbers of chips to say the time for.")
+@click.option(
+    "--at", metavar="N", type=_COUNT, multiple=True, help="Number of chips to say the time for."
+)
 @flags.json_object
-def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
+def scaling_command(measured: str, at: tuple[int, ...], as_json: bool) -> None:
     """Say what does not scale, from measured times of one job on several numbers of chips.
 
-    narrowgauge plan scaling 128:10d,256:7d --at 512,1024
+    narrowgauge plan scaling 128:10d,256:7d --at 512
     """
     from narrowgauge.planner.scaling import read_points, scaling_row
 
-    row = scaling_row(read_points(measured), at or ())
+    row = scaling_row(read_points(measured), at)
     _show(row, [], row["sentences"], as_json)
 
 

@@ -18,8 +18,8 @@ from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.toml import load_data, read_file
 
 _ADVICE = (
-    "Name a run folder, a log, a TOML file, or write the run in quotes: "
-    "'model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336'."
+    "Name a run folder, a log or a TOML file, or write in quotes what they do not say: "
+    "'log=train.log model=llama-8b chip=H100-SXM chips=8', or tokens_per_second=53336 for a log."
 )
 _PLACES: dict[str, dict[str, list[str]]] = load_data("logs", "planner")
 Asked = dict[str, Any]
@@ -42,7 +42,7 @@ def read_measured(text: str) -> MeasuredRun:
         asked = read_values(text.split())
         folder = Path()
     elif not path.exists():
-        raise DataError(f"Cannot plan from {text} because it is not there.", _ADVICE)
+        raise DataError(f"Cannot plan from {text!r} because it is not there.", _ADVICE)
     config, log = str(asked.pop("config", "")), str(asked.pop("log", ""))
     if config:
         table = of_torchtitan(read_file(folder / config, "configuration", _ADVICE))
@@ -50,8 +50,11 @@ def read_measured(text: str) -> MeasuredRun:
         asked = {**table, **asked, "layout": layout}
     if log:
         asked = {**of_log(folder / log, asked), **asked}
-    if not asked.get("model"):
-        raise DataError(f"Cannot plan from {text} because it does not say its model.", _ADVICE)
+    for name in ("model", "chip"):
+        if not asked.get(name):
+            raise DataError(
+                f"Cannot plan from {text!r} because it does not say its {name}.", _ADVICE
+            )
     return MeasuredRun(**asked)
 
 
@@ -62,9 +65,9 @@ def _written(program: str, table: Asked) -> Asked:
         for place in places:
             value: Any = table
             for key in place.split("."):
-                value = value.get(key) or {}
+                value = isinstance(value, dict) and value.get(key)
             owner, _, field = row.rpartition(".")
-            if value != {}:
+            if value:
                 (values[owner] if owner else values)[field] = value
     return values
 
@@ -87,9 +90,11 @@ def of_torchtitan(table: Asked) -> Asked:
     compute = "bfloat16"
     if "float8" in str(said.get("converters")):
         compute = "float8-row" if "row" in str(said.get("float8")) else "float8-tensor"
-    size = str(said.get("flavor", "")).lower().partition("_")[0]
-    model = f"{said.get('model', '')}-{size}".replace("llama3", "llama")
-    return {**asked, "model": model, "recipes": f"{compute}/float32"}
+    asked["recipes"] = f"{compute}/float32"
+    if "model" in said and "flavor" in said:
+        size = str(said["flavor"]).lower().partition("_")[0]
+        asked["model"] = f"{said['model']}-{size}".replace("llama3", "llama")
+    return asked
 
 
 def of_log(path: Path, asked: Asked) -> Asked:

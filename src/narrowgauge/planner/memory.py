@@ -54,8 +54,10 @@ def memory_of(ask: Ask) -> Groups:
     if layout.zero == 3 and layout.num_sharing > 1:
         outer = (a.parameters["first"] + a.parameters["last"]) / layout.tensor
         count = 2 * largest
-        if layout.pipeline > 1:  # gathering for each micro-batch costs more than the bubble saves
+        if layout.pipeline > 1:
+            # FSDP2 gathers a stage once, and sums its whole gradients in reduce_dtype: float32.
             count = largest * a.num_layers / layout.pipeline
+            of_gradient = 4 * ask.trained_share
         buffers = count * (ask.weight_bytes + of_gradient) + outer * ask.stream_width
     if ask.tuning.base != "bfloat16":  # a matrix, dequantized
         widest = max(matmul.in_features * matmul.out_features for matmul in a.layer_matmuls)

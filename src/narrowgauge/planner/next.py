@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
 from narrowgauge.planner.memory import outside_bytes
-from narrowgauge.planner.plan import listed, machines_of, plan
+from narrowgauge.planner.model import read_model
+from narrowgauge.planner.plan import answers
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.values import require_number
 
@@ -33,8 +35,8 @@ OTHER = "another chip, program, rule or training: no interval"
 _TRUSTS = {SAME: 1.0, BEYOND: 0.0, OTHER: 0.0}
 _SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype",
           "micro_batch", "recompute")  # fmt: skip
-_ONE = ("recipes", "chip", "chips")
 _ASSUMED = {
+    "chips": "cluster.chips",
     "sequence_length": "sequence_length",
     "recipes": "recipe.name",
     "program": "program.name",
@@ -166,13 +168,15 @@ class MeasuredRun:
         """Return the plan of the run: what it does not name is not searched, but its layout."""
         asked = {**self.asked, **asked}
         asked["recipes"] = asked.get("recipes") or "bfloat16/master"
-        for name in _ONE:
-            if len(listed(asked.get(name, ()))) > 1:
-                raise DataError(
-                    f"Cannot plan from a run with {name} = {asked[name]!r} because a run has one.",
-                    "Name one, and ask for each next run.",
-                )
-        return plan(**asked, advise=False).best
+        model = asked.pop("model")
+        a = model if isinstance(model, Architecture) else read_model(model)
+        jobs, left_out = answers(a, **asked)
+        if len(jobs) + len(left_out) > 1:
+            raise DataError(
+                f"Cannot plan from a run with recipes = {asked['recipes']!r} because a run has one.",
+                "Name one, and ask for each next run.",
+            )
+        return jobs[0]
 
     def _refuse_implausible(self) -> None:
         """Refuse a rate and a peak that no such machine reaches."""
@@ -237,10 +241,12 @@ class MeasuredRun:
         asked = {**self.asked, **changes}
         layout = self.job.layout
         if "tokens_per_step" not in changes:  # as many a chip, and a sequence a replica
-            machine = next(machines_of(*(asked.get(name, ()) for name in _ONE[1:])))
             length = asked.get("sequence_length") or self.job.sequence_length
+            chips = asked.get("chips", 1)
+            for name, value in {"sequence_length": length, "chips": chips}.items():
+                require_number(name, value, 1, is_whole=True)
             least = max(self.job.tokens_per_step, length * layout.num_replicas)
-            asked["tokens_per_step"] = max(length, least * machine.chips / self.job.cluster.chips)
+            asked["tokens_per_step"] = max(length, least * chips / self.job.cluster.chips)
         if self.asked.get("layout") and "layout" not in changes:
             asked["layout"] = {}
             fields = {name: getattr(layout, name) for name in _SHAPE}

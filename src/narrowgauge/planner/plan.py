@@ -19,7 +19,7 @@ from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.kernels import multiplies
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.notation import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_data, refuse_unknown
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
@@ -84,8 +84,8 @@ def answers(
     a: Architecture,
     *,
     recipes: Any = (),
-    chip: Any = (),
-    chips: Any = (),
+    chip: Any = "",
+    chips: int = 1,
     sequence_length: int | None = None,
     tokens_per_step: float | None = None,
     optimizer: str = "adamw",
@@ -97,7 +97,7 @@ def answers(
 
     Args:
         recipes: names or recipes; the usual ones if none is named.
-        chip, chips: names (``narrowgauge show chips``), files or rows, and numbers, 1 by default.
+        chip, chips: a name (``narrowgauge show chips``), a file or a row, and a number.
         sequence_length: in tokens; None for 4096, or for fewer positions.
         tokens_per_step: of all chips; None for four million.
         optimizer: a rule of ``narrowgauge show rules``.
@@ -124,65 +124,51 @@ def answers(
             "Use shorter sequences.",
         )
     fixed = read_layout(layout)
-    machines = list(machines_of(chip, chips))
+    if not chip:
+        raise ChipError(
+            "Cannot plan because no machine was named.",
+            "Name chip=H100-SXM chips=8 (flags: --chip, --chips).",
+        )
+    where = Cluster(chip_of(chip), chips)
     if tokens_per_step is None:
-        tokens_per_step = _usual_tokens(length, [where.chips for where in machines], tuning)
+        tokens_per_step = _usual_tokens(length, chips, tuning)
     require_number("tokens_per_step", tokens_per_step, length)
+    usual = "hf-trainer" if tuning.lora else "compiled"
+    loop = read_program(program or ("maxtext" if where.chip.vendor == "Google" else usual))
     jobs: list[Estimate] = []
     left_out: dict[str, str] = {}
     refusal = NarrowgaugeError("")
-    for where in machines:
-        usual = "hf-trainer" if tuning.lora else "compiled"
-        loop = read_program(program or ("maxtext" if where.chip.vendor == "Google" else usual))
-        for recipe in _recipes(recipes, where.chip, loop, tuning, optimizer):
-            try:
-                _refuse(recipe, where.chip, optimizer)
-                ask = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
-                jobs.append(search(ask, fixed, tokens_per_step))
-            except NarrowgaugeError as error:
-                refusal = error
-                left_out[f"{recipe.name} on {where.name}"] = str(error)
+    for recipe in _recipes(recipes, where.chip, loop, tuning, optimizer):
+        try:
+            _refuse(recipe, where.chip, optimizer)
+            ask = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
+            jobs.append(search(ask, fixed, tokens_per_step))
+        except NarrowgaugeError as error:
+            refusal = error
+            left_out[recipe.name] = str(error)
     if not jobs:
         raise refusal
     return sorted(jobs, key=_place), left_out
 
 
-def listed(value: Any) -> list[Any]:
-    """Return one value, several, or names with commas between them as a list."""
-    if isinstance(value, str):
-        return list(filter(None, map(str.strip, value.split(","))))
-    return [*value] if isinstance(value, list | tuple) else [value]
-
-
-def machines_of(chip: Any, chips: Any) -> Iterator[Cluster]:
-    """Yield the machines of a question."""
-    kinds = listed(chip)
-    if not kinds:
-        raise ChipError(
-            "Cannot plan because no machine was named.",
-            "Name chip=H100-SXM chips=8 (flags: --chip, --chips).",
-        )
-    for kind in map(chip_of, kinds):
-        for count in listed(chips) or [1]:
-            yield Cluster(kind, count)
-
-
-def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
-    """Return a usual number of tokens of a step, which the chips of every machine share evenly."""
-    usual = ADAPTER_TOKENS_PER_STEP if tuning.lora else max(TOKENS_PER_STEP, 1024 * max(chips))
-    unit = math.lcm(*chips)
+def _usual_tokens(length: int, chips: int, tuning: Tuning) -> int:
+    """Return a usual number of tokens of a step, which the chips share evenly."""
+    usual = ADAPTER_TOKENS_PER_STEP if tuning.lora else max(TOKENS_PER_STEP, 1024 * chips)
+    unit = chips * length
     for _ in range(3):  # in micro-batches of up to eight
-        if usual >= 4 * unit * length:
+        if usual >= 4 * unit:
             unit *= 2
-    return length * unit * max(1, round(usual / length / unit))
+    return unit * max(1, round(usual / unit))
 
 
 def _recipes(
     asked: Any, chip: Chip, program: Program, tuning: Tuning, optimizer: str
 ) -> list[Recipe]:
     """Return the recipes of a question on a chip: those that it names, or usual ones."""
+    if asked and isinstance(asked, str):
+        return parse_names(asked)
     if asked:
-        return list(map(parse, listed(asked)))
+        return list(map(parse, asked if isinstance(asked, list | tuple) else [asked]))
     if optimizer in FOREIGN_RULES:
         return list(map(parse, FOREIGN_RECIPES))
     suited = []

@@ -114,6 +114,7 @@ class Tuning:
         require_number("lora", self.lora, is_whole=True)
         require_choice("base", self.base, FROZEN_BITS)
         require_choice("experts", self.experts, FROZEN_BITS)
+        require_choice("train_embeddings", self.train_embeddings, (False, True))
         if not self.lora and {self.base, self.experts} != {"bfloat16"}:
             raise RecipeError(
                 "Cannot store weights in fewer bits because they train.",

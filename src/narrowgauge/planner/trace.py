@@ -52,16 +52,20 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
             seconds[_group_of(row["name"])] += row["dur"]
             end = max(end, row["ts"] + row["dur"])
     except (AttributeError, LookupError, TypeError, ValueError, OSError, EOFError) as error:
+        words = "it has no kernels of a GPU"
+        if plan is not None:
+            words += f", or {plan} is not the output of narrowgauge plan run … --json"
         raise RecordError(
-            f"Cannot divide {path}: it has no kernels of a GPU, or {plan} has no 'step_seconds'.",
-            "Name a file of profiler.export_chrome_trace, a run folder or a log, and the output of "
-            "narrowgauge plan run … --json. For a CPU, print profiler.key_averages().table().",
+            f"Cannot divide {path}: {words}.",
+            "Name a file of profiler.export_chrome_trace, a run folder or a log. For a CPU, print "
+            "profiler.key_averages().table().",
         ) from error
     rows = []
     unit = 1e-6 / max(1, steps)
     for group in seconds:
         rows.append({"group": group, "seconds": unit * seconds[group], "plan": planned.get(group)})
-    return table_of(rows, f"{path.name}: a step of {duration_text(unit * seconds.total())}")
+    length = duration_text(unit * (end - kernels[0]["ts"]))
+    return table_of(rows, f"{path.name}: a step of {length}; kernels that run at once all count")
 
 
 def _group_of(kernel: str) -> str:

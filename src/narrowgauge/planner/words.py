@@ -96,18 +96,16 @@ class Plan:
         ]
 
     def tables(self) -> list[Table]:
-        """Return the options of each cluster, their layouts, what fits instead, the whole run, and
-        the time and memory of the best option by group.
+        """Return the options, their layouts, what fits instead, the whole run, and the time and
+        memory of the best option by group.
         """
         best = self.best
         a = best.architecture
         title = f"{a.name}: {a.num_parameters / 1e9:.3g}B parameters"
         if best.tuning.lora:
             title += f", {best.trained_parameters / 1e9:.3g}B trained"
-        tables = []
-        for place in dict.fromkeys(job.cluster.name for job in self.options):
-            rows = [_option(job) for job in self.options if job.cluster.name == place]
-            tables.append(table_of(rows, f"{title}; {best.sequence_length:,} tokens; {place}"))
+        title += f"; {best.sequence_length:,} tokens; {best.cluster.name}"
+        tables = [table_of([_option(job) for job in self.options], title)]
         if self.instead:
             rows = [{"change": text, **_option(job)} for text, job in self.instead]
             title = "Nothing fits as asked. With a change it does"
@@ -153,7 +151,7 @@ def _option(job: Estimate) -> Row:
 
 def _layout(job: Estimate, tokens: float | None) -> Row:
     """Return the row of a job's layout, and of a whole run of so many tokens."""
-    row = {"recipe": job.recipe.name, "cluster": job.cluster.name}
+    row = {"recipe": job.recipe.name}
     if tokens is not None:
         days = job.days(tokens)
         row["days"] = f"{days:,.1f}"
