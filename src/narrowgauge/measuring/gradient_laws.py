@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
@@ -15,7 +16,7 @@ MOSTLY = KINDS["zero-gradients"].bound
 """Share of the steps from which what some loops do by design is a fault."""
 FEW = 3
 MANY = 20
-"""Steps before a count may speak: if it is of all steps, and else."""
+"""Steps before a count may speak: of all gradients in each step, and else."""
 
 
 @reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
@@ -56,65 +57,59 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
     return "", []
 
 
-@reads("arrived", "zero missing", least=3)
-def zero_gradients(tell: Tell) -> Law:
-    """Count the steps in which a tensor's gradient is exactly zero, and those in which it is missing.
+def count_of(
+    kind: str, needs: str, names_of: Callable[[Step], list[str] | None], also: str = ""
+) -> Rule:
+    """Return the law that counts the steps in which something is so, of all gradients or of a tensor.
 
-    Report from three steps on, if nothing has arrived in any, and from twenty on. Policies, games,
-    rare experts and layers that are dropped have such steps by design.
+    Report from three steps on, if it is so of all in each, and from twenty on. Policies, games, rare
+    experts and layers that are dropped have such steps by design.
+
+    Args:
+        names_of: returns the tensors of which it is so, an empty name for all, and ``None`` if that was
+            not measured.
     """
-    counts: dict[str, Counter[str]] = {"zero-gradients": Counter(), "missing-gradients": Counter()}
-    since: dict[tuple[str, str], int] = {}
-    total = 0
-    number_dark = 0
-    while True:
-        step = yield
-        if step.arrived is not None:
-            total += 1
-            number_dark += not step.arrived
-            zero = step.zero or []
-            if not step.arrived and not zero and not step.missing:
-                zero = [""]
-            for kind, names in zip(counts, (zero, step.missing or []), strict=True):
-                counts[kind].update(names)
-                for name in names:
-                    since.setdefault((kind, name), step.step)
-        if total < (FEW if number_dark == total else MANY):
-            continue
-        for kind, count in counts.items():
-            often = [name for name in count if count[name] >= MOSTLY * total]
-            rest = [name for name, _ in count.most_common() if count[name] < MOSTLY * total]
-            for names in filter(None, (often, rest)):
-                share = count[names[0]] / total
-                first = since[kind, names[0]]
-                tell(kind, names, share, 0.0, step=first, is_usual=names is rest)
 
-
-def mostly(column: str, kind: str) -> Rule:
-    """Return the law that counts the steps with a flag. Some loops have some by design."""
-
-    @reads(column, least=FEW)
+    @reads(needs, also, least=FEW)
     def law(tell: Tell) -> Law:
-        count = 0
+        counts: Counter[str] = Counter()
+        since: dict[str, int] = {}
         total = 0
-        first = 0
         while True:
             step = yield
-            flag = getattr(step, column)
-            if flag is not None:
+            names = names_of(step)
+            if names is not None:
                 total += 1
-                count += flag > 0
-                if flag and not first:
-                    first = step.step
-            if count and total >= (FEW if count == total else MANY):
-                is_usual = count < MOSTLY * total
-                tell(kind, "", count / total, 0.0, step=first, is_usual=is_usual)
+                counts.update(names)
+                for name in names:
+                    since.setdefault(name, step.step)
+            if total < (FEW if counts[""] == total else MANY):
+                continue
+            often = [name for name in counts if counts[name] >= MOSTLY * total]
+            if "" in often:
+                often = [""]
+            rest = [name for name, count in counts.most_common() if 0 < count < MOSTLY * total]
+            for names in filter(None, (often, rest)):
+                share = counts[names[0]] / total
+                tell(kind, names, share, 0.0, step=since[names[0]], is_usual=names is rest)
 
     return law
 
 
-gradients_kept = mostly("kept", "gradients-kept")
-same_data = mostly("same_data", "same-data")
+def _zero(step: Step) -> list[str] | None:
+    if step.arrived == 0 and not step.missing:
+        return [""]
+    return None if step.arrived is None else step.zero or []
+
+
+def _flagged(flag: float | None) -> list[str] | None:
+    return None if flag is None else [""] * (flag > 0)
+
+
+zero_gradients = count_of("zero-gradients", "arrived", _zero, "zero missing")
+missing_gradients = count_of("missing-gradients", "missing", lambda step: step.missing)
+gradients_kept = count_of("gradients-kept", "kept", lambda step: _flagged(step.kept))
+same_data = count_of("same-data", "same_data", lambda step: _flagged(step.same_data))
 
 
 @reads("arrived limit", "grad_norm skipped")
@@ -188,4 +183,4 @@ def jump(tell: Tell) -> Law:
             usual = max(usual, *(x.lr or 0.0 for x in recent))
             bound = KINDS["weights-jump"].bound * usual
             if (far.largest or 0.0) > bound:
-                tell("weights-jump", far.largest_in, far.largest, None, bound, step=far.step)
+                tell("weights-jump", far.largest_in or "", far.largest, None, bound, step=far.step)

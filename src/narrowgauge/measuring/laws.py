@@ -20,9 +20,9 @@ TWICE = 2.0
 """Report a fault again when it is so many times as far beyond its bound."""
 RULES: tuple[Rule, ...] = (
     gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
-    gradient_laws.zero_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm, gradient_laws.ranks,
-    gradient_laws.same_data, gradient_laws.zero_rate, gradient_laws.jump, loss_laws.spikes, loss_laws.throughput,
-    loss_laws.idle_device,
+    gradient_laws.zero_gradients, gradient_laws.missing_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm,
+    gradient_laws.ranks, gradient_laws.same_data, gradient_laws.zero_rate, gradient_laws.jump, loss_laws.spikes,
+    loss_laws.throughput, loss_laws.idle_device,
 )  # fmt: skip
 """Every law of a run."""
 
@@ -99,7 +99,7 @@ class Laws:
 
     def _count(self, step: Step) -> None:
         """Count the columns that each law could judge in a step."""
-        columns = step.columns()
+        columns = step.columns.keys()
         for rule in RULES:
             if rule.needs <= columns:
                 for name in (rule.needs | rule.also) & columns:

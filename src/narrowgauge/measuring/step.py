@@ -5,85 +5,46 @@ the laws read.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.runs.schema import EVAL, STEP, Column, Row, number
 
+COLUMNS: dict[str, Column] = STEP | EVAL
+"""The columns that laws may read."""
+_TYPES = {"text": str, "names": list, "object": dict}
+"""Types of values that are no numbers."""
 
-@dataclass(frozen=True)
+
 class Step:
-    """Hold the numbers of one step. What was not measured is ``None`` or empty, and its laws are silent.
-    An empty list of tensors was measured.
+    """Hold the numbers of one step, or of an evaluation after it. Each of :data:`COLUMNS` is an attribute.
+
+    What was not measured is ``None``, and its laws are silent. An empty list of tensors was measured.
 
     Args:
         step: optimizer steps done.
-        loss: of the step, of this rank.
-        lr: the largest learning rate of all groups.
-        grad_norm: of all gradients before a clip, as the loop or the optimizer gives it.
-        val_loss: of an evaluation after the step.
-        edq: of an audit: the share of the update that was stored; ``edq_error`` is its standard error.
-        skipped: the update was not applied.
-        limit: norm to which the loop clips, as it was declared.
-        arrived: norm of the gradients that reach the update.
-        zero: tensors whose gradient is exactly zero; ``missing`` those without one.
-        kept: backward began with the gradient of the step before.
-        bad: tensors whose gradient is not finite, in the order of backward; ``bad_values`` counts the
-            values of the first.
-        bad_weight: a weight of the model that was not finite before the step.
-        stalled: tensors whose audit says from here on that updates are lost, with their EDQ.
-        stored: of the tensors whose turn it is, the fraction of the update that their formats stored.
-        behind: of these, weights that stood still while their masters moved.
-        largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
-        same_data: the model's inputs have the same bits on all ranks.
-        apart, unsummed: tensors whose weights, and whose gradients, differ between ranks, each with
-            the rank where one alone has another tensor.
-        utilization: share of the device's time, in logs of other programs.
+        columns: what was measured.
     """
 
-    step: int
-    loss: float | None = None
-    val_loss: float | None = None
-    edq: float | None = None
-    edq_error: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    skipped: float | None = None
-    loss_scale: float | None = None
-    tokens_per_second: float | None = None
-    seconds: float | None = None
-    utilization: float | None = None
-    limit: float | None = None
-    arrived: float | None = None
-    zero: list[str] | None = None
-    missing: list[str] | None = None
-    kept: float | None = None
-    bad: list[str] | None = None
-    bad_values: float | None = None
-    bad_weight: str = ""
-    stalled: dict[str, float] = field(default_factory=dict)
-    stored: dict[str, float] = field(default_factory=dict)
-    behind: list[str] | None = None
-    largest: float | None = None
-    largest_in: str = ""
-    same_data: float | None = None
-    apart: list[str] | None = None
-    unsummed: list[str] | None = None
+    def __init__(self, step: int, **columns: Any) -> None:
+        self.step = step
+        self.columns = {name: x for name, x in columns.items() if x not in (None, "", {})}
 
-    def columns(self) -> set[str]:
-        """Return the names of what was measured."""
-        return {name for name, x in vars(self).items() if x not in (None, "", {})}
+    def __getattr__(self, name: str) -> Any:
+        if name in COLUMNS:
+            return self.columns.get(name)
+        raise AttributeError(name)
 
     @classmethod
     def of(cls, row: Row) -> Step:
         """Return the step of a row of ``steps.jsonl``, of an evaluation, or of another program's log."""
         values: dict[str, Any] = {}
-        for name, value in row.items():
-            type_ = _MEASURED.get(name)
-            if type_ is float:
-                values[name] = number(value)
-            elif type_ is not None and isinstance(value, type_):
-                values[name] = value
+        for name in row.keys() & COLUMNS.keys() - {"step"}:
+            type_ = _TYPES.get(COLUMNS[name].type)
+            if type_ is None:
+                values[name] = number(row[name])
+            elif isinstance(row[name], type_):
+                values[name] = row[name]
         for name, count in (row.get("counts") or {}).items():
             names = values.get(name)
             if isinstance(names, list):  # its row has the first ones
@@ -92,13 +53,6 @@ class Step:
         return cls(row["step"], **values)
 
 
-COLUMNS: dict[str, Column] = STEP | EVAL
-"""The columns that laws may read."""
-_TYPES = {"text": str, "names": list, "object": dict}
-_MEASURED: dict[str, type] = {}
-"""The columns of a step that laws may read, and the types of their values."""
-for _name in Step.__dataclass_fields__.keys() & (STEP | EVAL).keys() - {"step"}:
-    _MEASURED[_name] = _TYPES.get(COLUMNS[_name].type, float)
 Tell = Callable[..., None]
 """Takes a reading: its kind, tensors, value, expected and bound, and its step if it is not the current."""
 Law = Generator[None, Step, None]

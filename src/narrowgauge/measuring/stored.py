@@ -153,14 +153,20 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     return row
 
 
-def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> None:
-    """Step elements of a tensor by gradients of random sign, and once more by small ones."""
+def _add_sizes(
+    seen: Copy, stepped: Stepped, options: Mapping[str, float], part: float = 1.0
+) -> None:
+    """Step elements of a tensor by gradients of random sign, and once more by small ones.
+
+    Args:
+        part: of the elements; 0 where they lose the step in float32 too.
+    """
     _, p, group, optimizer = stepped
     start = take(p)
     norms = []
     for scale in (2.0**-6, 1.0):
         generator = torch.Generator().manual_seed(SEED)
-        twin = Twin(optimizer, group, wide_of(start), options=options)
+        twin = Twin(optimizer, group, part * wide_of(start), options=options)
         changes = []
         for _ in range(WARM):
             noise = scale * torch.randn(len(start), generator=generator)
@@ -168,6 +174,9 @@ def _add_sizes(seen: Copy, stepped: Stepped, options: Mapping[str, float]) -> No
         seen.sizes = torch.cat(changes[-READ:]).cpu().float()
         norms.append(float(seen.sizes.norm()))
     if not norms[1] and options.get("lr", 1.0):
+        if part:
+            _add_sizes(seen, stepped, options, 0.0)
+            return
         raise ArithmeticError(f"a copy of {type(optimizer).__name__} does not step")
     if norms[0] < norms[1] / 8:
         seen.over_gradient = norms[1] / math.sqrt(READ * len(start))

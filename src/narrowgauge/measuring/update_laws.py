@@ -66,7 +66,7 @@ def audits(tell: Tell) -> Law:
                 since = step.step
             is_lost = len(shares) >= 3 and loses_updates(late(shares), late(errors))
             lost = late(shares) if is_lost else math.nan
-        stalled |= step.stalled
+        stalled |= step.stalled or {}
         if stalled:
             begun = begun or step.step
             names = sorted(stalled, key=stalled.__getitem__)
@@ -87,7 +87,7 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
     while True:
         step = yield
         masters.update(step.behind or ())
-        for name, value in step.stored.items():
+        for name, value in (step.stored or {}).items():
             values = shares[name]
             values.append(value)
             low.pop(name, None)
