@@ -27,17 +27,6 @@ def with_compensation(optimizer: torch.optim.Optimizer, weight: nn.Parameter) ->
     return weight.detach().double() + optimizer.state[weight].get("kahan_comp", 0.0)
 
 
-def with_ecc(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Tensor:
-    """Return the weight and HeavyBall's correction of it, which is there after the first step."""
-    from heavyball.utils import _ULPState
-
-    value = weight.detach()
-    correction = optimizer.state[weight].get(0, {}).get("param::ecc")
-    if correction is not None:
-        value = _ULPState(correction, 127).decode(value)
-    return value.double()
-
-
 @dataclass(frozen=True)
 class Peer:
     """An optimizer of somebody else's, over bfloat16 parameters.
@@ -47,7 +36,7 @@ class Peer:
         package: where it comes from, as pip knows it.
         module, kind: where its class lies.
         options: what makes it what it is, beside the options of ``torch.optim.AdamW``.
-        stored: returns the float64 value that it keeps of a weight.
+        stored: returns the float64 value that it keeps of a weight; None: nobody reads it here.
         spoils_gradients: computes in the gradients' own memory.
     """
 
@@ -56,7 +45,7 @@ class Peer:
     module: str
     kind: str
     options: dict[str, Any]
-    stored: Callable[[torch.optim.Optimizer, nn.Parameter], Tensor] = seen
+    stored: Callable[[torch.optim.Optimizer, nn.Parameter], Tensor] | None = seen
     spoils_gradients: bool = False
 
     def make(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -71,10 +60,10 @@ def _peers() -> list[Peer]:
         Peer("torch AdamW bfloat16", "torch", "torch.optim", "AdamW", {"fused": True}),
         Peer("bitsandbytes AdamW8bit", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
     ]
-    for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
-        for word, is_stochastic in (("", False), (" stochastic", True)):
-            options = {"bf16_stochastic_round": is_stochastic}
-            peers.append(Peer(f"torchao {kind}{word}", "torchao", "torchao.optim", kind, options))
+    for word, is_stochastic in (("", False), (" stochastic", True)):
+        options = {"bf16_stochastic_round": is_stochastic}
+        place = "torchao", "torchao.optim", "AdamW8bit"
+        peers.append(Peer(f"torchao AdamW8bit{word}", *place, options))
     for name, has_wide_states in (("", True), (" 16-bit states", False)):
         options = {"fp32_optimizer_states": has_wide_states}
         place = "deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam"
@@ -85,7 +74,7 @@ def _peers() -> list[Peer]:
         *peers,
         Peer("FlashOptim AdamW", "flashoptim", "flashoptim", "FlashAdamW", {}),
         Peer("optimi AdamW Kahan", "torch-optimi", "optimi", "AdamW", kahan, with_compensation, True),
-        Peer("heavyball AdamW ecc", "heavyball", "heavyball", "AdamW", ecc, with_ecc, True),
+        Peer("heavyball AdamW ecc", "heavyball", "heavyball", "AdamW", ecc, None, True),
     ]  # fmt: skip
 
 

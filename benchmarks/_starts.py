@@ -28,7 +28,12 @@ from narrowgauge.errors import MissingPackageError, NarrowgaugeError
 from narrowgauge.spec.models import MODELS
 from narrowgauge.torch_support.machine import installed_version
 
-RUNS = Path(__file__).parents[1] / "runs"
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples"))
+
+from first_minute import texts_of, trained_coder  # noqa: E402
+
+RUNS = ROOT / "runs"
 SMOLLM2 = "SmolLM2-135M"
 BYTES = "bytes-2m"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,31 +62,17 @@ class Start:
 
 
 def texts() -> Iterator[str]:
-    """Yield the modules of SymPy, without its tests, by the hashes of their names.
-
-    So the held-out text, which is the last, is like the rest.
-    """
+    """Yield the modules of SymPy, without its tests."""
     package = find_spec("sympy")
     if package is None or package.origin is None or installed_version("sympy") != SYMPY:
         raise MissingPackageError("Cannot find the text.", f"Try pip install sympy=={SYMPY}.")
-    root = Path(package.origin).parent
-    names = []
-    for file in root.rglob("*.py"):
-        place = file.relative_to(root)
-        if SKIPPED.isdisjoint(place.parts):
-            names.append(place.as_posix())
-    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if text := (root / name).read_bytes().decode():
-            yield text
+    return texts_of(Path(package.origin).parent, SKIPPED)
 
 
 def tokens_of(vocab_size: int) -> Tensor:
     """Return the text in tokens of a byte-level BPE, which the first use trains and keeps."""
     place = RUNS / f"sympy-{SYMPY}-{vocab_size}.npy"
     if not place.is_file():
-        sys.path.append(str(RUNS.with_name("examples")))
-        from first_minute import trained_coder
-
         tokenizer = trained_coder(texts(), vocab_size)
         ids: list[int] = []
         for text in texts():
@@ -193,11 +184,6 @@ def smollm2() -> tuple[nn.Module, Tensor]:
         ids += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id or 0]
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     return model.train(), torch.tensor(ids)
-
-
-def held_out_blocks(tokens: Tensor, number: int = 32, length: int = 256) -> Tensor:
-    """Return the last blocks of a text, ``[number, length]``."""
-    return tokens[-number * length :].view(number, length)
 
 
 def start_of(name: str, seed: int, blocks: int, length: int) -> Start:

@@ -9,7 +9,7 @@ beta2 0.999, 400 steps. The *error* is that of the stored weights' displacement,
 share of the learning rate that arrives.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
-(``_published_states.py``), and every optimizer of ``_peers.py``, over bfloat16 weights.
+(``_published_states.py``), and optimizers of ``_peers.py``, over bfloat16 weights.
 
 Run: ``./dev bench stall [--quick]``; two minutes on 2 cores, without peers. It writes
 ``benchmarks/stall.jsonl``; what is not installed keeps its record.
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from _conditions import digests, replace
-from _peers import PACKAGES, reason
+from _peers import PACKAGES, PEERS, reason
 from _published_states import FORMULAS, RoundedAdamW
 from _rows import PEERS_BY_NAME, bytes_per_param
 from _timing import Row, begin, exit_by, parser, show
@@ -89,7 +89,7 @@ class Stall:
             rounded = RoundedAdamW([weight], FORMULAS[name], **OPTIONS)
             return rounded, rounded.stored
         if name in PEERS_BY_NAME:
-            peer = PEERS_BY_NAME[name]
+            peer: Any = PEERS_BY_NAME[name]
             made = peer.make([weight], **OPTIONS)
             return made, partial(peer.stored, made)
         # Random low bits would be a displacement of their own.
@@ -102,7 +102,8 @@ class Stall:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
-    flags.add_argument("--rows", nargs="+", default=[*STORAGES, *FORMULAS, *PEERS_BY_NAME])
+    peers = [peer.name for peer in PEERS if peer.stored]
+    flags.add_argument("--rows", nargs="+", default=[*STORAGES, *FORMULAS, *peers])
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore")
     begin("stall", options, peers=PACKAGES)

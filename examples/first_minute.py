@@ -12,7 +12,7 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,18 +35,19 @@ SETTINGS = (
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def stdlib_texts() -> Iterator[str]:
-    """Yield the modules of the standard library, by a hash of the name: so the held-out end is like
-    the rest, on any machine.
+def texts_of(root: Path, skipped: Set[str]) -> Iterator[str]:
+    """Yield Python's modules in a folder, by the hashes of their names.
+
+    So the held-out text, which is the last, is like the rest on any machine.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = {}
+    names = []
     for file in root.rglob("*.py"):
-        name = file.relative_to(root)
-        if SKIPPED.isdisjoint(name.parts) and "/." not in f"/{name.as_posix()}":
-            files[hashlib.blake2b(name.as_posix().encode()).digest()] = file
-    for _, file in sorted(files.items()):
-        yield file.read_text("utf-8-sig", "replace")  # some test other encodings
+        place = file.relative_to(root)
+        if skipped.isdisjoint(place.parts):
+            names.append(place.as_posix())
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if text := (root / name).read_bytes().decode("utf-8-sig", "replace"):
+            yield text
 
 
 def trained_coder(texts: Iterable[str], size: int) -> Tokenizer:
@@ -71,9 +72,10 @@ def stdlib_tokens() -> Path:
     out = Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{size}"
     if (out / "tokens.npy").exists():
         return out
-    coder = trained_coder(stdlib_texts(), size)
+    root = Path(sysconfig.get_path("stdlib"))
+    coder = trained_coder(texts_of(root, SKIPPED), size)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=END_OF_TEXT)
-    return write_tokens(stdlib_texts(), tokenizer, out)
+    return write_tokens(texts_of(root, SKIPPED), tokenizer, out)
 
 
 if __name__ == "__main__":
