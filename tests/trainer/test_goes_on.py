@@ -7,12 +7,14 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from narrowgauge.errors import RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import Record
 from narrowgauge.trainer import checkpoints
@@ -199,6 +201,21 @@ def go_on(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> None:
     """One rank of some trainings."""
     for out, changes in runs.items():
         trained(place, out, **{**SCALED, **changes}, is_verbose=False)
+
+
+def read_another_text(rank: int, place: Path, out: Path) -> str:
+    """One rank of a training in which rank 1 has other tokens."""
+    read = loop.open_tokens
+    if rank:
+        loop.open_tokens = lambda data: replace(read(data), fingerprint="another")
+    with pytest.raises(RankError) as refusal:
+        go_on(rank, place, {out: {}})
+    return refusal.value.message
+
+
+def test_ranks_with_other_tokens_are_refused_on_all(place: Path, tmp_path: Path) -> None:
+    for message in run_ranks(read_another_text, 2, tmp_path / "ranks", place, tmp_path / "run"):
+        assert message.startswith("Cannot train: rank 1 has tokens = another, and rank 0 has ")
 
 
 def test_it_is_the_same_run_on_any_number_of_ranks(place: Path, tmp_path: Path) -> None:
