@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.measuring import provenance
-from narrowgauge.measuring.arithmetic import PROBES, measure_arithmetic
+from narrowgauge.measuring.arithmetic import measure_arithmetic
 from narrowgauge.measuring.provenance import describe_process
 from narrowgauge.measuring.settings import settings_diff
 
@@ -17,8 +17,6 @@ def test_a_measurement_repeats_and_leaves_every_setting() -> None:
     before = torch.get_num_threads()
     with torch.autocast("cpu", torch.bfloat16):
         machine = measure_arithmetic(CPU)
-    assert list(machine["results"]) == list(PROBES)
-    assert machine["settings"]["threads"] == str(before)
     assert torch.get_num_threads() == before and measure_arithmetic(CPU) == machine
 
 
@@ -36,5 +34,5 @@ def test_flushed_subnormals_are_seen() -> None:
 
 def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"chip {device}")
-    monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {"results": {}})
+    monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {})
     assert describe_process(torch.device("cuda:1"))["machine"]["device"] == "chip cuda:1"

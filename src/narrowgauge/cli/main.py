@@ -123,14 +123,14 @@ def show_arithmetic(cuda: bool) -> None:
     """
     import torch
 
-    from narrowgauge.measuring.arithmetic import measure_arithmetic
+    from narrowgauge.measuring.provenance import describe_process
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(
             "Cannot measure a GPU because PyTorch sees none here.",
             "Leave --cuda out to measure this CPU.",
         )
-    tables.write_json(measure_arithmetic(torch.device("cuda" if cuda else "cpu")))
+    tables.write_json(describe_process(torch.device("cuda" if cuda else "cpu")))
 
 
 @main.command("tokenize", short_help="Make tokens from text, for train and compare.")

@@ -27,7 +27,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support.machine import installed_version
+from narrowgauge.torch_support.machine import installed_version, processor_name
 
 _PLAIN = (bool, int, float, str)
 
@@ -46,19 +46,27 @@ def describe_process(device: torch.device) -> dict[str, Any]:
         version = installed_version(name)
         if version:
             versions[name] = version
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    arithmetic = measure_arithmetic(device)
-    tables: dict[str, Any] = {
-        "versions": versions,
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.machine(),
-            "device": name,
-            "ranks": ranks.size,
-        },
-        "arithmetic": arithmetic,
+    machine: dict[str, Any] = {
+        "system": platform.platform(),
+        "processor": processor_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "device": device.type,
+        "ranks": ranks.size,
+        "threads": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    unlike = unlike_ranks(ranks.gather(arithmetic["results"]))
+    if device.type == "cuda":
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        machine |= {
+            "device": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "reduced sums of bfloat16": reduced,
+        }
+    arithmetic = measure_arithmetic(device)
+    tables: dict[str, Any] = {"versions": versions, "machine": machine, "arithmetic": arithmetic}
+    unlike = unlike_ranks(ranks.gather(arithmetic))
     return tables | {"unlike_ranks": unlike} if unlike else tables
 
 

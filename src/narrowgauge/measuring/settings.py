@@ -56,4 +56,4 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, dict) and name != "recipe":
             yield from _leaves(value, f"{prefix}{name}.")
         elif name not in NOT_COMPARED:
-            yield f"{prefix}{name}".removeprefix("results."), value
+            yield prefix + name, value

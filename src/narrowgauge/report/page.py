@@ -35,7 +35,7 @@ ABOUT = {
         "{optimizer[class]}; learning rate {config[lr]}; weight decay {config[weight_decay]}"
     ),
     "Data": "{config[data]}; fingerprint {data[fingerprint]:.12}",
-    "Machine": "{machine[device]}; {arithmetic[settings][processor]}; {machine[ranks]} × {machine[processor]}",
+    "Machine": "{machine[device]}; {machine[processor]}; ranks: {machine[ranks]}",
     "Software": "Narrowgauge {versions[narrowgauge]}; PyTorch {versions[torch]}; Python {versions[python]}",
 }
 """What the page begins with: phrases of settings. One of an absent setting is left out."""
