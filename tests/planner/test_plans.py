@@ -109,21 +109,6 @@ def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
     assert whole.host_bytes == pytest.approx(14 * LLAMA.num_parameters, rel=1e-3)
 
 
-# ── time ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("length", [1024, 32_640, 32_768, 131_072])
-@pytest.mark.parametrize("chip", ["H100-SXM", "A100-SXM4-80GB", "RTX-4090", "MI300X"])
-def test_a_percent_more_length_moves_no_end_by_three(chip: str, length: int) -> None:
-    for model in ("llama-8b", "qwen3-30b-a3b"):
-        ends = []
-        for tokens in (length, round(1.01 * length)):
-            job = estimate(asked="shard=64", model=model, chip=chip, length=tokens)
-            ends.append([*job.rate_interval, *job.memory_interval])
-        for one, other in zip(*ends, strict=True):
-            assert one == pytest.approx(other, rel=0.03)
-
-
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -145,6 +130,7 @@ def test_the_first_answer_of_a_chip(chip: str, first: str) -> None:
 
 WORD, STATES8 = "bfloat16/word", "bfloat16/states8"
 GALORE = {"model": "llama-7b", "chip": "RTX-4090", "optimizer": "galore", "sequence_length": 512}
+NODE: dict[str, Any] = {"model": "llama-33b", "chip": "A100-SXM4-40GB", "chips": 8}
 FITS: tuple[tuple[dict[str, Any], bool], ...] = (
     # GaLore's 8-bit states and updates by layer train all of a 7B on a card of 24 GB (arXiv 2403.03507).
     ({**GALORE, "optimizer": "adamw", "recipes": WORD}, False),
@@ -155,6 +141,10 @@ FITS: tuple[tuple[dict[str, Any], bool], ...] = (
       "layout": "micro_batch=2,recompute=full"}, True),
     # 131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions.
     ({"model": "llama-8b", "chip": "H100-SXM", "chips": 8, "recipes": WORD, "sequence_length": 131_072}, True),
+    # 33B on eight times 40 GB fit in 8 and 6 bytes, and not in 16.
+    ({**NODE, "recipes": WORD}, True),
+    ({**NODE, "recipes": STATES8}, True),
+    ({**NODE, "recipes": "bfloat16/master"}, False),
     # 405B with its states on one host once "fitted": 5.7 TB of them.
     ({"model": "llama-405b", "recipes": "bfloat16/master", "chip": "B300", "chips": 8, "sequence_length": 2048,
       "program": "hf-trainer,offload=true,loss=chunked"}, False),
@@ -170,14 +160,6 @@ def test_what_fits(asked: dict[str, Any], fits: bool) -> None:
         assert best.peak_bytes < 10e9
     if "offload" in asked.get("program", ""):
         assert best.host_bytes > 12 * 405e9 and "lacks room" in answer.sentences()[0]
-
-
-def test_33_billion_on_eight_times_40_gb_fit_in_8_and_6_bytes_and_not_in_16() -> None:
-    recipes = [WORD, STATES8, "bfloat16/master"]
-    asked = {"chip": "A100-SXM4-40GB", "chips": 8}
-    answer = plan("llama-33b", recipes=recipes, advise=False, **asked)
-    fitting = {job.recipe.name for job in answer.options if job.fits}
-    assert fitting == {WORD, STATES8} and len(answer.options) == 3
 
 
 def test_what_fits_instead_is_named_and_fits() -> None:
@@ -427,3 +409,6 @@ def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path: Path) 
         state.replace("{", '{"num_input_tokens_seen": 400000, ', 1)
     )
     assert read_measured(words).tokens_per_second == 4_000
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(NarrowgaugeError, match=r"adapter_config\.json is damaged"):
+        read_measured(words)

@@ -22,7 +22,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.measuring.step import Step
 from narrowgauge.runs import record as reading
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.schema import STEP, VERSION, numbers_of
+from narrowgauge.runs.schema import STEP, VERSION
 from narrowgauge.runs.writer import Record, shortened
 from narrowgauge.trainer import checkpoints
 from trainer.tiny_runs import bytes_of
@@ -74,13 +74,6 @@ def test_values_come_back_exactly(tmp_path: Path) -> None:
     assert (back["step"], back["lr"], back["of"]) == (1, 0.5, [1.5])
     assert [value.hex() for value in back["values"]] == [value.hex() for value in values]
     assert run.config == {"dtype": "torch.bfloat16", "size": 3, "rates": [0.5, 1.0]}
-
-
-def test_trackers_get_the_numbers_of_a_row() -> None:
-    step = {"step": 4, "loss": 2, "lr": None, "skipped": True, "bad": ["w"], "mine": 1.5}
-    assert numbers_of("steps", step) == {"train/loss": 2.0}
-    assert numbers_of("evals", {"step": 4, "val_loss": 2.5}) == {"val_loss": 2.5}
-    assert not numbers_of("fingerprints", step)
 
 
 @pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])

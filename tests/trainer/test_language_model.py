@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from narrowgauge.errors import DataError
-from narrowgauge.trainer.language_model import build, loss_sum
+from narrowgauge.trainer.language_model import build
 from tensors import random_tokens
 
 SMALL = {
@@ -71,13 +71,6 @@ def test_a_folder_with_weights_keeps_them_in_float32(is_pickled: bool, tmp_path:
         assert torch.equal(model.state_dict()[name], value.float()), name
     with pytest.raises(DataError, match="96 token embeddings; the text has 97"):
         build(str(tmp_path), vocab_size=97, seed=0)
-
-
-def test_the_loss_is_the_sum_of_a_mean() -> None:
-    model = small().float()
-    loss = loss_sum(model, TOKENS)
-    mean = model(input_ids=TOKENS, labels=TOKENS).loss
-    assert loss.item() == pytest.approx(mean.item() * TOKENS[:, 1:].numel(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

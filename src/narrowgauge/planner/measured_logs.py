@@ -12,8 +12,9 @@ from typing import Any
 from narrowgauge.errors import DataError
 from narrowgauge.planner.layouts import read_layout, read_values
 from narrowgauge.planner.next import MeasuredRun
+from narrowgauge.runs.atomic_io import damaged
 from narrowgauge.runs.foreign_logs import SOURCE
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.toml import load_data, read_file
 
@@ -21,7 +22,7 @@ _ADVICE = (
     "Name a run folder, a log or a TOML file, or write in quotes what they do not say: "
     "'log=train.log model=llama-8b chip=H100-SXM chips=8', or tokens_per_second=53336 for a log."
 )
-_PLACES: dict[str, dict[str, list[str]]] = load_data("logs", "planner")
+_PLACES: dict[str, dict[str, list[str]]] = load_data("logs", "planner")["torchtitan"]
 Asked = dict[str, Any]
 """Arguments of :class:`MeasuredRun`."""
 
@@ -58,26 +59,25 @@ def read_measured(text: str) -> MeasuredRun:
     return MeasuredRun(**asked)
 
 
-def _written(program: str, table: Asked) -> Asked:
-    """Return what a program wrote, by the rows of ``data/logs.toml``; fields of a layout apart."""
-    values: Asked = {"layout": {}, "program": program}
-    for row, places in _PLACES[program].items():
-        for place in places:
+def _written(table: Asked, places: dict[str, list[str]]) -> Asked:
+    """Return the values at places of a table by name, the last that is there."""
+    values: Asked = {}
+    for name, keys in places.items():
+        for place in keys:
             value: Any = table
             for key in place.split("."):
                 value = isinstance(value, dict) and value.get(key)
-            owner, _, field = row.rpartition(".")
             if value:
-                (values[owner] if owner else values)[field] = value
+                values[name] = value
     return values
 
 
 def of_torchtitan(table: Asked) -> Asked:
     """Return the arguments that a configuration of torchtitan says."""
-    said = _written("torchtitan", table)
+    said = _written(table, _PLACES["run"])
     length = said.get("sequence_length", 2048)
     layout = {"data": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3,
-              "micro_batch": 1, "recompute": "selective", **said["layout"]}  # fmt: skip
+              "micro_batch": 1, "recompute": "selective", **_written(table, _PLACES["layout"])}  # fmt: skip
     if layout["pipeline"] > 1:
         layout["zero"] = 2
     asked = {"sequence_length": length, "layout": layout, "program": "torchtitan"}
@@ -109,28 +109,35 @@ def of_log(path: Path, asked: Asked) -> Asked:
         said[name] = median_high(rates)
     file = Path(source["file"])
     if not run.is_foreign:
-        said |= _of_ours({**run.run, "config": run.config})
+        said |= _of_ours(run)
     elif file.suffix == ".json":
         said |= _of_trainer(file, asked)
     return said
 
 
-def _of_device(device: str) -> Asked:
-    """Return the chip whose driver reports this name."""
-    names = [name for name, chip in CHIPS.items() if device and chip.device == device]
-    return {"chip": names[0]} if names else {}
+_ASKED = {"model", "recipe", "sequence_length", "batch_size", "gradient_accumulation_steps"}
+"""Settings of narrowgauge train that are a question."""
 
 
-def _of_ours(table: Asked) -> Asked:
+def _of_ours(run: Run) -> Asked:
     """Return what the record of a run says; of narrowgauge train, also its question."""
-    said = _written("narrowgauge", table)
-    asked = {"chips": said.pop("chips", 1), **_of_device(said.pop("device", ""))}
-    batches = said.pop("batches", 0)
-    if batches:
-        size = said.pop("sequences") // batches
-        count = max(1, batches // asked["chips"])
-        layout = {"micro_batch": size, "micro_batches": count, "recompute": "none"}
-        asked |= {**said, "layout": layout}
+    machine = run.run.get("machine", {})
+    asked: Asked = {"chips": machine.get("ranks", 1)}
+    for name, chip in CHIPS.items():
+        if chip.device and chip.device == machine.get("device"):
+            asked["chip"] = name
+    config = run.config
+    if config.keys() >= _ASKED:
+        batches = config["gradient_accumulation_steps"]
+        asked |= {
+            "program": "narrowgauge", "model": config["model"], "recipes": config["recipe"],
+            "sequence_length": config["sequence_length"],
+        }  # fmt: skip
+        asked["layout"] = {
+            "micro_batch": config["batch_size"] // batches,
+            "micro_batches": max(1, batches // asked["chips"]),
+            "recompute": "none",
+        }
     return asked
 
 
@@ -138,28 +145,33 @@ def _of_trainer(file: Path, asked: Asked) -> Asked:
     """Return what the Hugging Face Trainer wrote: its state, and beside it the configurations of the
     model and its adapters. Its rate is of all chips and of the whole run, the first step included.
     """
-    table = json.loads(file.read_bytes())
-    table["total"] = table["log_history"][-1]
+    state = json.loads(file.read_bytes())
+    total = state["log_history"][-1]
+    said: Asked = {"program": "hf-trainer"}
+    if state.get("train_batch_size"):
+        said["layout"] = {"micro_batch": state["train_batch_size"]}
     config = file.with_name("config.json")
     adapters = file.with_name("adapter_config.json")
-    if adapters.is_file():
-        table["adapters"] = json.loads(adapters.read_bytes())
-    said = _written("hf-trainer", table)
-    tokens, seconds, samples, steps = (
-        said.pop(name, 0) for name in ("tokens", "seconds", "samples", "steps")
-    )
-    length = asked.get("sequence_length", 0)
     if config.is_file():
         said["model"] = str(config)
-    if samples and not length and not (tokens and seconds):
+    if adapters.is_file():
+        try:
+            said["lora"] = json.loads(adapters.read_bytes())["r"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise damaged(adapters, error) from error
+    tokens, seconds = state.get("num_input_tokens_seen"), total.get("train_runtime")
+    samples = total.get("train_samples_per_second")
+    steps = total.get("train_steps_per_second")
+    length = asked.get("sequence_length", 0)
+    if tokens and seconds:
+        said["tokens_per_second"] = tokens / seconds
+    elif samples and length:
+        said["tokens_per_second"] = samples * length
+    elif samples:
         raise DataError(
             f"Cannot plan from {file} because it counts samples, and no tokens.",
             "Name the tokens of a sample: sequence_length=2048.",
         )
-    if tokens and seconds:
-        said["tokens_per_second"] = tokens / seconds
-    elif samples:
-        said["tokens_per_second"] = samples * length
-    if steps and length:
+    if samples and steps and length:
         said["tokens_per_step"] = round(samples / steps) * length
     return said
