@@ -124,12 +124,14 @@ def interval(values: Sequence[float]) -> str:
     if not math.isfinite(mean):
         return "diverged"
     text = f"{mean:+.4f}"
-    seeds = len(values)
-    if seeds > 1:
+    if len(values) > 1:
         text += f" ± {half_interval(values):.4f}"
-    if seeds < 3:
-        text += f" ({seeds} seed{'s' * (seeds > 1)})"
-    return text
+    return text + few(len(values))
+
+
+def few(seeds: int) -> str:
+    """Return the number of seeds, if it is below three."""
+    return f" ({seeds} seed{'s' * (seeds > 1)})" if seeds < 3 else ""
 
 
 def differences(paired: Pairs) -> list[float]:
@@ -245,7 +247,7 @@ def cell(spec: Row) -> str:
     elif how == "change":
         text = interval([run["loss"] - run["losses"]["0"] for run in runs])
     else:
-        text = f"{fraction_kept(paired):.0%}"
+        text = f"{fraction_kept(paired):.0%}{few(len(differences(paired)))}"
     return re.sub(r"-(?=\d)", "−", text).replace("%", " %")
 
 
@@ -362,7 +364,7 @@ def written(name: str) -> str:
     if kind == "section":
         return f"\n\n{section_table(key)}\n\n"
     if kind == "when":
-        return measured(evidence()[key])
+        return re.split(", (?:not tracked|†)", measured(evidence()[key]))[0]
     return f"\n\n{table(tables[name])}\n\n" if name in tables else figure(evidence()[name])
 
 
