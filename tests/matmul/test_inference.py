@@ -139,6 +139,15 @@ def test_a_product_by_a_stored_weight_is_told(
         assert torch.equal(y, trained(**zoo.inputs_of(name)).logits)
 
 
+def test_a_model_that_scales_its_weights_scales_their_codes() -> None:
+    trained, served = (zoo.build("RWKV").bfloat16().eval() for _ in range(2))
+    swap_linears(trained, "int8-row")
+    quantize_for_inference(served, "int8-row")
+    with torch.no_grad():
+        y = served(**zoo.inputs_of("RWKV")).logits
+        assert torch.equal(y, trained(**zoo.inputs_of("RWKV")).logits)
+
+
 def test_a_stored_weight_says_what_it_is_without_being_widened(
     widened: list[QuantizedLinear],
 ) -> None:

@@ -16,9 +16,11 @@ TABLE = tomllib.loads(Path(__file__).with_name("zoo.toml").read_text())
 MODELS: dict[str, dict[str, Any]] = TABLE["models"]
 UNRUN = (
     "CLIP", "Siglip", "Idefics3", "RecGemma", "Kosmos2", "Idefics", "Whisper turbo", "Blip2", "Musicgen decoder",
-    "Qwen2 classifier",
+    "Qwen2 classifier", "RWKV",
 )  # fmt: skip
-"""Classes that take other inputs than :func:`inputs_of` has."""
+"""Classes that take other inputs than :func:`inputs_of` has, or that change a tensor in place, so that
+their backward pass fails.
+"""
 
 
 def build(name: str) -> nn.Module:

@@ -213,6 +213,9 @@ class _LazyWeight(Tensor):
             return self
         if name == "data_ptr":
             return self.layer.weight_codes.data_ptr()
+        if name in ("div_", "mul_") and isinstance(rest[0], int | float) and not self.forms:
+            func(self.layer.weight_scales, *rest)  # as RWKV does in its first pass
+            return self
         look: Any = self
         if name in _CASTS:
             look = self.new_empty(())  # a cast of the whole would take memory
@@ -344,8 +347,7 @@ def quantize_for_inference(
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             roles.setdefault(name, "trained")
     layers = chosen_layers(model, compute, keep, roles)
-    for name, (module, _) in layers.items():
-        _require_storable(name, module)
+    _require_storable({name: module for name, (module, _) in layers.items()})
     keep_from_fused_kernels(model)
     device = next(model.parameters()).device
     operands: dict[tuple[int, bool], Operand] = {}
@@ -370,18 +372,23 @@ def _describe(model: Any, compute: Compute, keep: tuple[str, ...]) -> None:
     }  # fmt: skip
 
 
-def _require_storable(name: str, module: nn.Module) -> None:
+def _require_storable(layers: dict[str, nn.Module]) -> None:
     """Refuse weights that codes cannot stand for."""
-    if not is_linear(module) and not hasattr(module, "is_transposed"):
+    unknown = {}
+    for name, module in layers.items():
+        if not is_linear(module):
+            if not hasattr(module, "is_transposed"):
+                unknown[f'"*.{name.split(".")[-2]}"'] = name
+        elif "weight" not in module._parameters:
+            raise RecipeError(
+                f"Cannot quantize '{name}' because its weight is computed in every call.",
+                "Remove its weight norm or parametrization first.",
+            )
+    for name in unknown.values():
         raise RecipeError(
-            f"Cannot quantize '{name}' because its {type(module).__name__} does not say, "
+            f"Cannot quantize '{name}' because its {type(layers[name]).__name__} does not say, "
             "as is_transposed, whether its weights are [experts, in, out].",
-            f'Leave the experts as they are with keep=("*.{name.split(".")[-2]}",).',
-        )
-    if is_linear(module) and "weight" not in module._parameters:
-        raise RecipeError(
-            f"Cannot quantize '{name}' because its weight is computed in every call.",
-            "Remove its weight norm or parametrization first.",
+            f"Leave the experts as they are with keep=({', '.join(unknown)},).",
         )
 
 
