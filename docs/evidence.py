@@ -16,6 +16,7 @@ dates and processors of a figure. ::
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -34,6 +35,8 @@ SAME = (
     "setting", "model", "lr", "beta2", "steps", "seed", "text", "processor", "torch", "transformers",
 )  # fmt: skip
 """What the two runs of a pair have in common, beside the digests of the baseline's step."""
+REPEAT = "repeat", "tensors", "threads", "processor", "date"
+"""What two rows of one repeat of a benchmark have in common."""
 MARGIN = 0.010
 """In nats: ``word`` ends where ``master`` does, if the 90 % interval of their difference lies within
 ± this. Written down on 30 November 2026, before the runs.
@@ -199,6 +202,15 @@ def range_of(runs: list[Row], field: str, form: str = ".3g") -> str:
     return f"{statistics.median(values):{form}} ({ends})"
 
 
+def ratios(runs: list[Row], others: list[Row], field: str) -> list[Row]:
+    """Return runs with a field divided by that of another row in the same repeat."""
+    divided = []
+    for run, other in itertools.product(runs, others):
+        if all(run.get(name) == other.get(name) for name in REPEAT):
+            divided.append({**run, field: run[field] / other[field]})
+    return divided
+
+
 def series(runs: list[Row], field: str) -> str:
     """Return the field of the runs of each row that has it, behind the row's name."""
     rows: dict[str, list[Row]] = {}
@@ -212,6 +224,8 @@ def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
     """Return the runs of a cell, of one text, and their pairs if it has a baseline."""
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     runs = chosen(records, spec["where"], spec.get("step"))
+    if "over" in spec:
+        runs = ratios(runs, chosen(records, {**spec["where"], "row": spec["over"]}), spec["field"])
     if "baseline" not in spec:
         return of_one_text(runs), []
     where = {**spec["where"], "row": spec["baseline"]}
@@ -228,7 +242,7 @@ def cell(spec: Row) -> str:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``range`` of a ``field``, which may be text, in a
-            ``form``; that of each row as a ``series``; the loss ``less`` the baseline's; their
+            ``form``, ``over`` another row's; that of each row as a ``series``; the loss ``less`` the baseline's; their
             ``equivalence``; the ``change`` from the first loss; or how much of the baseline's fall
             is ``kept``.
     """
