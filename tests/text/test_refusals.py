@@ -29,6 +29,7 @@ from narrowgauge.errors import (
     RecordError,
 )
 from narrowgauge.matmul.inference import quantize_for_inference
+from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
@@ -55,6 +56,7 @@ COMMANDS = {
     # settings
     "train --recpie x": ("UsageError", "--recpie"),
     "train --recipe bfloat16/wrod": ("RecipeError", "no storage is named 'wrod'. Did you mean 'word'?"),
+    "train --recipe float8-rwo": ("RecipeError", "no recipe is named 'float8-rwo'. Did you mean 'float8-row'?"),
     "train --recipe x/word": ("RecipeError", "no compute is named 'x'"),
     "train --recipe recipe.toml": ("RecipeError", "no recipe is named"),
     "train --model lama": ("RecipeError", "no model is named 'lama'"),
@@ -171,6 +173,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model in float16": (in_float16, RecipeError, "float8-row.*float16.*bfloat16 weights"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),
+    "a hash of sixteen bytes": (lambda: fingerprint(torch.ones(3, dtype=torch.complex128)), FormatError, "16 bytes"),
     "a wider format": (lambda: round_to(torch.ones(3), "float64"), FormatError, "float64.*float32"),
     # plans
     "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*0, 1, 2, 3"),

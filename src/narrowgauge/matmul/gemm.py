@@ -82,8 +82,6 @@ def _scaled(
         if y._is_view():  # which the model could not change in place
             y = y.clone(memory_format=torch.contiguous_format)
         return y
-    if left is not None:
-        left = left.reshape(-1, 1)
     if right is not None:
         right = right.reshape(1, -1)
     scaled: Tensor = fused(values.numel(), bound(_scale, dtype=dtype), values, left, right, bias)

@@ -57,7 +57,8 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     size = x.element_size()
     if size not in INTEGERS:
         raise FormatError(
-            f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8."
+            f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8.",
+            "Hash its parts, such as torch.view_as_real(x).",
         )
     x = x.detach().resolve_conj().resolve_neg()
     most = min(chunk_size(x.device), x.numel())
