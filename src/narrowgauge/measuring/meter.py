@@ -303,7 +303,7 @@ class Meter(Listener):
             self._measure("steps", lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped:
             self._measure("steps", self._add_skipped, row)
-        row = {"step": self.number} | row | told | {"step": self.number}
+        row = {"step": self.number} | row | told
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
         if self._probe is not None:
