@@ -27,7 +27,11 @@ from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = KINDS["gradient"].bound
+NONE = "none, where the plain loss has one"
+ZERO = "exactly zero, and not so without roundings"
+DETACHED = "none: operations read them, and no graph of the loss leads there"
 UNREAD = "no operation reads them in this batch"
+"""What is measured of tensors without a gradient of the step."""
 MOST_PARTS = 16
 """Micro-batches of all ranks whose gradients are read one by one."""
 
@@ -160,33 +164,28 @@ def _add_missing(
 
     An expert may be idle in a batch: what no operation reads is not looked at.
     """
-    answers: dict[str, dict[str, float]] = {}
+    answers: dict[str, list[str]] = {}
     for name in reversed(leaves):
         gradient = step.get(name)
         right = exact.get(name)
         if gradient is not None and gradient.any():
             continue
-        size = 0.0 if right is None else float(right.norm())
-        words = ""
-        if size:
-            words = "none" if gradient is None else "exactly zero"
-            words += ", without roundings {:.2g} long"
-        elif gradient is None and right is None:
-            words = UNREAD
-            if storage_key(leaves[name]) in finite.read:
-                words = "none: operations read them, and no graph of the loss leads there"
-        elif finite.made:
-            result.unseen[f"the gradient of {name}, exactly zero"] = "; ".join(finite.made.values())
-        if words:
-            answers.setdefault(words, {})[name] = size
+        words = NONE if gradient is None else ZERO
+        if right is None and gradient is None:
+            words = DETACHED if storage_key(leaves[name]) in finite.read else UNREAD
+        elif right is None or not right.any():
+            words = ""
+            if finite.made:
+                result.unseen["gradients of exactly zero"] = "; ".join(finite.made.values())
+        answers.setdefault(words, []).append(name)
+    answers.pop("", None)
     if not step and not exact:
         return
     idle = answers.pop(UNREAD, None)
     if idle:
         result.unseen[f"gradients of {of_all(idle)}"] = UNREAD
-    for words, sizes in answers.items():
-        size = next(iter(sizes.values()))
-        result.lines.append(f"  gradient of {of_all(sizes)}: {words.format(size)}")
+    for words, names in answers.items():
+        result.lines.append(f"  gradient of {of_all(names)}: {words}")
     names = [*chain.from_iterable(answers.values())]
     if names:
         result.add("no-gradient", names, len(names))
