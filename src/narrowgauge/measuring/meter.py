@@ -113,14 +113,14 @@ class Meter(Listener):
         """Remove the hooks of the meter."""
         self._undo.close()
 
-    def _measure(
-        self, what: str, call: Callable[..., object], *args: Any, part: Any = None
-    ) -> None:
-        """Call a measure. An error ends this measure, or its part, alone; the loop and all else continue."""
+    def _measure(self, what: str, call: Callable[..., Any], *args: Any, part: Any = None) -> Any:
+        """Return the result of a measure. An error ends this measure, or its part, alone; the loop and all
+        else continue.
+        """
         if (what, part) in self._ended:
-            return
+            return None
         try:
-            call(*args)
+            return call(*args)
         except Exception as error:
             if isinstance(error, UserWarning):
                 raise
@@ -181,21 +181,19 @@ class Meter(Listener):
         """Take the numbers of a step that has its gradients."""
         if self.has_stepped and optimizer in self._stepped:
             self.end_step({})
-        gradients: dict[Tensor, Tensor] = {}
-        self._measure("gradients", self._take_gradients, optimizer, gradients)
-        self._measure("samples of weights", self._take_samples, optimizer, gradients)
+        gradients = self._measure("gradients", self._take_gradients, optimizer) or {}
+        args = optimizer, gradients, self.number
+        self._samples = self._measure("samples of weights", samples_of, *args) or []
         if optimizer is self.hub.optimizers[0]:
             self._measure("masters", self._take_masters)
         if self._ranks is not None:
             self._measure("ranks", self._ranks.add_gradients, gradients)
 
-    def _take_samples(self, optimizer: AnyOptimizer, gradients: Mapping[Tensor, Tensor]) -> None:
-        self._samples = samples_of(optimizer, gradients, self.number)
-
-    def _take_gradients(self, optimizer: AnyOptimizer, dense: dict[Tensor, Tensor]) -> None:
-        """Add dense gradients, in the order of a backward pass, and take the norm of each of all."""
+    def _take_gradients(self, optimizer: AnyOptimizer) -> dict[Tensor, Tensor]:
+        """Take the norm of each gradient, in the order of a backward pass, and return the dense ones."""
         if not self.names.keys() >= {*members_of(optimizer)}:
             self._name_all()
+        dense: dict[Tensor, Tensor] = {}
         parts: dict[str, Tensor] = {}
         for p in dict.fromkeys(reversed(members_of(optimizer))):
             gradient = gradient_of(p)  # all ranks ask in one order
@@ -203,17 +201,16 @@ class Meter(Listener):
                 self._row["missing"] += [self.names[p]] * p.requires_grad
                 continue
             part = local_of(gradient)
-            if part.is_sparse:
-                part = part.coalesce().values()
-            elif part.numel():
-                dense[p] = gradient
-            parts[self.names[p]] = part
-        parts = {name: part for name, part in parts.items() if part.numel()}
+            part = part.coalesce().values() if part.is_sparse else part
+            if part.numel():
+                parts[self.names[p]] = part
+                dense |= {} if gradient.is_sparse else {p: gradient}
         if parts:
             norms = norms_of([*parts.values()])
             self._look_at_weights([*parts.values()], norms)
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", parts, norms if scale is None else norms / scale)
+        return dense
 
     def _look_at_weights(self, parts: list[Tensor], norms: Tensor) -> None:
         """Look for a weight that is not finite, where a gradient is not, and count the values of the first
@@ -326,7 +323,6 @@ class Meter(Listener):
         sizes = read["size"]
         behind = _true(read["behind"])
         row: Row = {
-            "missing": self._row["missing"] or [""] * (not norms),
             "skipped": bool(read["control"].get("skipped", 0.0)),
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "zero": sorted(name for name, x in norms.items() if not x),
@@ -346,7 +342,8 @@ class Meter(Listener):
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
-        if self._is_whole:
+        if self._is_whole and ("gradients", None) not in self._ended:
+            row["missing"] = self._row["missing"] or [""] * (not norms)
             row["arrived"] = math.hypot(*norms.values()) * read["control"].get("clip", 1.0)
         return row
 

@@ -71,9 +71,7 @@ class Twin:
             before = chosen.get(name)
             if before is None:  # another rule has no such option
                 continue
-            chosen[name] = value
-            if isinstance(before, Tensor):
-                chosen[name] = torch.full_like(before, value)
+            chosen[name] = torch.full_like(before, value) if isinstance(before, Tensor) else value
         if isinstance(optimizer, Optimizer):
             named = optimizer.defaults.keys() - {"storage", "seed", "low_bits"}
             defaults = {name: chosen[name] for name in optimizer.defaults if name in named}
