@@ -24,11 +24,11 @@ from narrowgauge.optim.audit import (
     reading_of,
 )
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES
 from narrowgauge.torch_support.torch_names import HostCopy
 from optim.pairs import narrow, parameters, step_along
 from optim.scenarios import REPRESENTATIVES, arrived
-from tensors import gaussian, take_steps, update_sums
+from tensors import gaussian, set_gradients, take_steps, update_sums
 
 
 def steps(edqs: list[float], weight: float = 1.0) -> Tensor:
@@ -87,7 +87,8 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     for step, share in enumerate(shares, 1):
         for (owner, storage), edq in ((healthy, 1.0), (stalled, share)):
             sample: Any = SimpleNamespace(owners=[owner], storage=STORAGES[storage])
-            auditor.fresh.append((sample, step, HostCopy(steps([edq]))))
+            row = torch.nn.functional.pad(steps([edq]), (0, 1), value=step)
+            auditor.fresh.append((sample, HostCopy(row)))
         raised += auditor.collect(lambda: names)
         assert auditor.last is not None and auditor.last[:2].tolist() == [2.0, 1.0 + share]
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
@@ -280,6 +281,34 @@ def test_states_that_are_moved_between_steps_have_the_audit_of_states_that_stay(
     assert shares[0] < 0.9 and shares[1] == pytest.approx(shares[0], abs=0.05)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_moments_that_a_script_prunes_are_no_loss_of_the_storage(storage: str) -> None:
+    """In place, or by ``adopt`` where they are packed: as ReLoRA's restarts."""
+    readings = []
+    for is_pruned in (False, True):
+        (weight,) = parameters(storage, [(64, 64)])
+        optimizer, _ = watched([weight], lr=1e-3, storage=storage, audit_every=3, compile=False)
+        for step in range(30):
+            weight.grad = (1 + gaussian(64, 64, seed=step)).to(weight.dtype)
+            optimizer.step()
+            if is_pruned and step in (7, 14, 21):
+                prune(optimizer, weight)
+        readings.append(ng.audit(optimizer)["param 0"].edq)
+    assert readings[1] == pytest.approx(readings[0], abs=0.03)
+
+
+def prune(optimizer: ng.Optimizer, weight: nn.Parameter) -> None:
+    """Drop three of four moments."""
+    state = optimizer.state[weight]
+    is_kept = torch.arange(64) % 4 == 0
+    pruned = {name: optimizer.stored(weight, name) * is_kept for name in STATE_NAMES}
+    if state.keys() >= pruned.keys():
+        for name in STATE_NAMES:
+            state[name].mul_(is_kept)
+    else:
+        optimizer.adopt({weight: optimizer.stored(weight)}, {weight: pruned})
+
+
 def test_a_parameter_without_states_may_become_shorter() -> None:
     """As by transformers' ``resize_token_embeddings``: nothing is read beyond it."""
     weight = nn.Parameter(torch.ones(50_000, 8))
@@ -291,15 +320,20 @@ def test_a_parameter_without_states_may_become_shorter() -> None:
     assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("rule", [ng.AdamW, ng.Adam])
-def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any]) -> None:
-    """However few steps are audited, and whichever code steps."""
+@pytest.mark.parametrize("storage", ["word", "kahan", "float16/split"])
+@pytest.mark.parametrize("rule", [ng.AdamW, ng.Adam, ng.Lion])
+def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any], storage: str) -> None:
+    """However few steps are audited, and whichever code steps, of gradients in two formats."""
     last = []
     for audit_every, compiled in ((1, None), (40, None), (1, False), (20, False)):
-        params = parameters("word", [(33, 20), (5,), (40, 7)])
-        options = {"weight_decay": 0.1, "storage": "word", "compile": compiled}
-        optimizer = rule(params, lr=1e-3, audit_every=audit_every, **options)
-        take_steps(optimizer, range(40))
+        params = parameters(storage, [(33, 20), (5,), (40, 7)])
+        options = {"weight_decay": 0.1, "storage": storage, "compile": compiled}
+        optimizer = rule(params, lr=1e-3, max_grad_norm=1.0, audit_every=audit_every, **options)
+        params[1].grad_dtype = None
+        for step in range(40):
+            set_gradients(params, step)
+            params[1].grad = params[1].grad.float() / 3
+            optimizer.step()
         last.append(optimizer.auditor.last)
     assert all(sums.equal(last[0]) for sums in last)
 

@@ -14,15 +14,19 @@ from narrowgauge.optim.clip import OPTIONS, decide
 from tensors import gaussian
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-8])
-def test_clipping_scales_as_torch_does(size: float) -> None:
-    """Also where the norm is as small as what is added to it."""
+@pytest.mark.parametrize(("size", "scale"), [(1.0, 1.0), (1e-8, 1.0), (1.0, 1024.0)])
+def test_clipping_scales_as_torch_does(size: float, scale: float) -> None:
+    """Also where the norm is as small as what is added to it, and where the loss is scaled."""
     parameter = torch.nn.Parameter(torch.zeros(190, 180))
-    parameter.grad = gaussian(190, 180, scale=size)
-    limit = 0.25 * size
-    ng.SGD([parameter], lr=1.0, weight_decay=0.0, storage="float32", max_grad_norm=limit).step()
-    torch.nn.utils.clip_grad_norm_([parameter], limit)
-    torch.testing.assert_close(parameter.detach(), -parameter.grad, rtol=1e-6, atol=0)
+    gradient = gaussian(190, 180, scale=size)
+    parameter.grad = gradient * scale
+    optimizer = ng.SGD([parameter], lr=1.0, storage="float32", max_grad_norm=0.25 * size)
+    optimizer.grad_scale = torch.tensor(scale)  # as GradScaler sets it
+    optimizer.step()
+    parameter.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 0.25 * size)
+    torch.testing.assert_close(optimizer.grad_norm, norm)
+    torch.testing.assert_close(parameter.detach(), -gradient, rtol=1e-6, atol=0)
 
 
 def test_a_host_decides_with_the_bits_of_a_device() -> None:

@@ -58,7 +58,8 @@ def test_a_storage_that_most_elements_do_not_have_is_named() -> None:
 def test_a_flat_part_has_no_matrices(kind: Any) -> None:
     matrix = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = kind([matrix], lr=1e-3)
-    optimizer.param_groups[0]["params"] = [vector()]
+    matrix.grad = matrix.detach()  # it steps first
+    optimizer.param_groups[0]["params"].append(vector())
     with pytest.raises(RecipeError, match="because a flat part of a model has no matrices"):
         optimizer.step()
 

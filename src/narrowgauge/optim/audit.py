@@ -27,6 +27,7 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.sample import TURN, Sample
 from narrowgauge.optim.table import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
@@ -170,8 +171,8 @@ class Auditor:
     """Audit one optimizer's tensors.
 
     Attributes:
-        fresh: the samples that the last step audited, its number, and the ``UPDATE_SUMS`` of their
-            tensors, float64 ``[tensors, 8]``. They may still be in flight on a device.
+        fresh: the samples that the last step audited, and the ``UPDATE_SUMS`` of their tensors with
+            its number, float64 ``[tensors, 9]``. They may still be in flight on a device.
         last: the sums of all tensors of the last step; ``None`` if it was not audited.
         alarms: of the last step.
         windows: the last sums of each tensor, as :func:`read` takes them.
@@ -179,7 +180,7 @@ class Auditor:
     """
 
     def __init__(self) -> None:
-        self.fresh: list[tuple[Sample, int, HostCopy]] = []
+        self.fresh: list[tuple[Sample, HostCopy]] = []
         self.last: Tensor | None = None
         self.alarms: list[Alarm] = []
         size = 0, WINDOW, len(UPDATE_SUMS) + 1
@@ -194,7 +195,8 @@ class Auditor:
         if not is_audited and batch.kernel.is_matrix:
             return None
         sample = self._samples.get(batch.owners[0])
-        is_next = sample and (sample.key, sample.step) == (batch.key, batch.num_steps)
+        now = batch.key, batch.num_steps, batch.versions()
+        is_next = sample and (sample.key, sample.step, sample.versions) == now
         if not sample or not is_next or batch.num_steps % TURN == 0:
             sample = self._samples[batch.owners[0]] = Sample(batch)
         sample.follow(batch, is_audited)
@@ -204,18 +206,20 @@ class Auditor:
         """Compare what was stored with what was intended."""
         sample.step += 1
         if sample.before is not None:
-            self.fresh.append((sample, sample.step, HostCopy(sample.sums(batch))))
+            self.fresh.append((sample, HostCopy(sample.sums(batch))))
             sample.before = None
 
-    def _append(self, owners: Sequence[Tensor | None], sums: Tensor, step: int) -> list[int]:
-        """Put the sums of a step in the place of the oldest ones. Return the places of tensors."""
+    def _append(self, owners: Sequence[Tensor | None], sums: Tensor) -> list[int]:
+        """Put the sums and the number of a step in the place of the oldest ones. Return the places of
+        tensors.
+        """
         places = [self.places.setdefault(owner, len(self.places)) for owner in owners]
         num_new = len(self.places) - len(self.windows)
         if num_new:
             empty = self.windows.new_zeros(num_new, *self.windows.shape[1:])
             self.windows = torch.cat([self.windows, empty])
         oldest = self.windows[places, :, -1].argmin(1)
-        self.windows[places, oldest] = torch.nn.functional.pad(sums, (0, 1), value=step)
+        self.windows[places, oldest] = sums
         return places
 
     def collect(self, names_of: Callable[[], Mapping[Tensor, str]]) -> list[Alarm]:
@@ -225,27 +229,32 @@ class Auditor:
         """
         self.alarms = []
         self.last = None
-        for sample, step, copy in self.fresh:
-            storage = sample.storage
-            sums = copy.cpu()
-            self.last = sums.sum(0) if self.last is None else self.last + sums.sum(0)
-            places = self._append(sample.owners, sums, step)
-            metrics = read(self.windows[places])
-            # A stochastic storage stores rare updates on average, and a window may contain few.
-            is_mean = metrics["at_end"] <= MOST_AT_END
-            is_chance = is_mean & (metrics["num_moved"] < FEWEST_MOVED)
-            is_chance &= storage.weight.rounding == "stochastic"
-            self._stalled -= {places[x] for x in (~metrics["stalls"]).nonzero()}
-            for number in (metrics["stalls"] & ~is_chance).nonzero():
-                if places[number] not in self._stalled:
-                    self._stalled.add(places[number])
-                    name = names_of().get(sample.owners[number], "")
-                    reading = reading_of(metrics, int(number))
-                    self.alarms.append(Alarm(name, storage.name, storage.fallback, reading))
-        if self.last is not None:
-            last_step = max(step for _, step, _ in self.fresh)
-            self._append([None], self.last[None], last_step)
+        if not self.fresh:
+            return []
+        members: list[tuple[Tensor, Storage]] = []
+        rows = []
+        for sample, copy in self.fresh:
+            members += [(owner, sample.storage) for owner in sample.owners]
+            rows.append(copy.cpu())
         self.fresh = []
+        sums = torch.cat(rows)
+        total = sums.sum(0)
+        self.last = total[:-1].clone()
+        total[-1] = sums[:, -1].amax()
+        places = self._append([owner for owner, _ in members], sums)
+        self._append([None], total[None])
+        metrics = read(self.windows[places])
+        # A stochastic storage stores rare updates on average, and a window may contain few.
+        is_rare = (metrics["at_end"] <= MOST_AT_END) & (metrics["num_moved"] < FEWEST_MOVED)
+        self._stalled -= {places[x] for x in (~metrics["stalls"]).nonzero()}
+        for number in metrics["stalls"].nonzero()[:, 0].tolist():
+            owner, storage = members[number]
+            is_chance = is_rare[number] and storage.weight.rounding == "stochastic"
+            if places[number] not in self._stalled and not is_chance:
+                self._stalled.add(places[number])
+                name = names_of().get(owner, "")
+                reading = reading_of(metrics, number)
+                self.alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         return self.alarms
 
 

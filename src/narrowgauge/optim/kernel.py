@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,13 @@ class Numbers:
         dtype = codes.value_dtype(self.kernel.storage)
         scalars = torch.tensor(self.scalars, dtype=dtype, device="cpu")
         return torch.cat([self.control.to(dtype), to_device(scalars, self.control.device)])
+
+    @cached_property
+    def on_host(self) -> Tensor:
+        """Return the scalars of the rule and the bits of the seed, as a kernel reads them: float32."""
+        numbers = np.array([*self.scalars, 0.0], np.float32)
+        numbers[-1:].view(np.int32)[0] = self.key
+        return torch.from_numpy(numbers)
 
     @cached_property
     def seed(self) -> Tensor:
@@ -151,3 +159,7 @@ class Kernel:
         self.names = [plane.name for plane in self.planes]
         self.names += [f"{name}_bound" for name in self.scaled]
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}
+
+
+kernel_of = lru_cache(None)(Kernel)
+"""Return the one kernel of a (rule, storage)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
-from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.kernel import Kernel, kernel_of
 from narrowgauge.optim.parameter_formats import LONGEST_VECTOR, is_vector
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
@@ -29,22 +29,18 @@ class Kernels:
 
     Attributes:
         rule: the optimizer's.
-        used: the kernels, by rule and storage.
     """
 
     def __init__(self, rule: AnyRule) -> None:
         self.rule = rule
-        self.used: dict[tuple[str, Storage], Kernel] = {}
         self._by_options: dict[Any, Kernel] = {}
 
     def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
         """Return the kernel that steps a parameter under a group's options."""
         options = group["storage"], group.get("rule"), bool(group.get("momentum"))
-        key = *options, is_vector(parameter), parameter.dtype
+        key = *options, is_vector(parameter), parameter.ndim < 2, parameter.dtype
         if key not in self._by_options:
-            rule, storage = self.pair_of(group, parameter)
-            kernel = self.used.setdefault((rule.name, storage), Kernel(rule, storage))
-            self._by_options[key] = kernel
+            self._by_options[key] = kernel_of(*self.pair_of(group, parameter))
         return self._by_options[key]
 
     def row_of(self, group: Group, parameter: Tensor) -> Storage:

@@ -61,8 +61,7 @@ def difference(rule: AnyRule, storage: Storage, device: torch.device) -> str:
     batch = Batch(0, states)
     batch.numbers = replace(numbers, control=to_device(control, device))
     batch.lay_out()
-    batch.tensors = tensors
-    batch.addresses = addresses_of(tensors)
+    batch.read(tensors, addresses_of(tensors))
     batch.run()
     for ours, theirs in pairs:
         found = _difference_of(ours, theirs)

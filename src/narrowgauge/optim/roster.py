@@ -102,8 +102,7 @@ class Roster:
         self.tensors = tensors
         self.addresses = addresses_of(tensors)
         for batch in self.batches:
-            batch.tensors = tensors
-            batch.addresses = self.addresses
+            batch.read(tensors, self.addresses)
 
     # ── a step whose checks are kept ──────────────────────────────────────────────────────────────
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import finite_or_zero, named
 from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.table import Batch
+from narrowgauge.optim.table import Batch, Table
 from narrowgauge.optim.walk import word_of
 from narrowgauge.torch_support.torch_names import to_device
 
@@ -50,7 +49,7 @@ class Sample:
 
     Attributes:
         owners, storage: the parameters, and where they are stored.
-        key: of their batch.
+        key, versions: of their batch. If a script has pruned moments, a new sample begins with them.
         step: the steps that the states have taken.
         before: the elements before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
@@ -61,9 +60,9 @@ class Sample:
         self.storage = batch.kernel.storage
         self.owners = batch.owners
         self.key = batch.key
+        self.versions = batch.versions()
         self.step = batch.num_steps
         self.before: Lane | None = None
-        self.change: Any = None
         most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(batch.forms)))
         elements = []
         blocks = []
@@ -75,25 +74,36 @@ class Sample:
         self._elements = torch.cat(elements)
         self._blocks = torch.cat(blocks)
         self.counts = torch.tensor(list(map(len, elements)), device="cpu")
-        self._tensors = torch.repeat_interleave(self.counts)
-        self._moments: list[Tensor] = []
-        if isinstance(self.kernel.rule, Rule):
+        self._tensors = torch.repeat_interleave(self.counts).int()
+        states = self.kernel.rule.states if isinstance(self.kernel.rule, Rule) else ()
+        shape = 1 + len(states), len(self._elements)
+        values = torch.empty(shape, dtype=codes.value_dtype(self.storage), device=batch.device)
+        self.change: Any = values[-1]
+        self._moments = values[:-1]
+        if states:
             lane = self._lane(batch)
-            for name in self.kernel.rule.states:
-                self._moments.append(codes.read_state(self.storage, lane, name))
+            for moment, name in zip(self._moments, states, strict=True):
+                moment.copy_(codes.read_state(self.storage, lane, name))
+
+    def _table(self, batch: Batch) -> Table | None:
+        """Return the table of a batch, if C++ reads its memory as it is."""
+        if batch.table is None or not batch.table.is_cpp or not batch.is_dense:
+            return None
+        return batch.table
 
     def _read(self, batch: Batch, column: int) -> Tensor:
         """Return the elements of a stream, or for each element the bound of its block."""
         places = self._elements
         if column >= batch.index.shape[1] - len(self.kernel.scaled):
             places = self._blocks
-        numbers = batch.index[:, column]
-        is_alike = column != 1 or len(np.unique(batch.formats)) == 1
-        if batch.table is not None and batch.table.is_cpp and batch.is_dense and is_alike:
-            addresses = batch.addresses[numbers]
-            dtype = batch.tensors[numbers[0]].dtype
+        numbers = batch.index[:, column].tolist()
+        table = self._table(batch)
+        dtypes = {batch.tensors[number].dtype for number in numbers}
+        if table is not None and len(dtypes) == 1:
+            addresses = table.rows["addresses"][:, column].copy()
+            (dtype,) = dtypes
             result = torch.empty(len(places), dtype=dtype, device="cpu")
-            batch.table.kernels.gather(
+            table.kernels.gather(
                 addresses.ctypes.data, self._tensors.data_ptr(), len(places), places.data_ptr(),
                 result.data_ptr(), dtype.itemsize,
             )  # fmt: skip
@@ -119,12 +129,20 @@ class Sample:
         """Step the exact moments. Before an audited step, copy what is stored."""
         rule = self.kernel.rule
         self.before = None
+        if is_audited:
+            self.before = self._lane(batch)
+        table = self._table(batch)
+        if table is not None and isinstance(rule, Rule):
+            numbers = batch.numbers
+            tensors = self._elements, numbers.on_host, numbers.control, self._moments, self.change
+            pointers = [tensor.data_ptr() for tensor in (self._tensors, *tensors)]
+            count = len(self._elements)
+            table.kernels.follow(table.rows.ctypes.data, pointers[0], count, *pointers[1:], 0)
+            return
         if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
-            lane = self._lane(batch)
+            lane = self.before or self._lane(batch)
             gradient = lane.gradient
             weight = finite_or_zero(codes.read_weight(self.storage, lane))
-            if is_audited:
-                self.before = lane
         else:
             gradient = self._read(batch, 1).float()
             weight = torch.zeros((), device=gradient.device)
@@ -136,14 +154,12 @@ class Sample:
         scale = scalars["gradient_scale"]
         slopes = gradient.to(scale.dtype) * scale
         self.change, *moments = rule.update(weight.to(scale.dtype), slopes, *self._moments, scalars)
-        if not scale.is_cpu:  # where no step is skipped
-            for place, old in enumerate(self._moments):
-                moments[place] = torch.where(scalars["skip"] != 0, old, moments[place])
-        self._moments = moments
+        for old, new in zip(self._moments, moments, strict=True):
+            old.copy_(torch.where(scalars["skip"] != 0, old, new))
 
     def sums(self, batch: Batch) -> Tensor:
         """Compare what a step has stored with what was intended. Return the ``UPDATE_SUMS`` of each
-        state, float64.
+        state and the number of the step, float64.
         """
         before = self.before
         assert before is not None
@@ -158,4 +174,5 @@ class Sample:
         terms.append(codes.at_end(self.storage, after, options.get("eps", 0.0)).double())
         lengths = to_device(self.counts, stored.device)
         # Without a check, which would wait for the device.
-        return torch.segment_reduce(torch.stack(terms, 1), "sum", lengths=lengths, unsafe=True)
+        sums = torch.segment_reduce(torch.stack(terms, 1), "sum", lengths=lengths, unsafe=True)
+        return torch.nn.functional.pad(sums, (0, 1), value=self.step)

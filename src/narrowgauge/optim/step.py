@@ -80,9 +80,9 @@ def _step_matrix(optimizer: Any, batch: Batch, state: LocalState) -> None:
     state.place = 0
     alone = Batch(batch.place, [state])
     alone.numbers = batch.numbers
-    alone.tensors = state.streams()
-    alone.addresses = addresses_of(alone.tensors)
     _choose(alone, optimizer.compile)
+    tensors = state.streams()
+    alone.read(tensors, addresses_of(tensors))
     _write(optimizer, alone)
     state.change = None
 

@@ -214,8 +214,9 @@ def _library(text: str, **signatures: str) -> ctypes.CDLL:
 
 @lru_cache(None)
 def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
-    """Return a library with ``step``, ``gather`` of an audit, and ``add`` of counts."""
-    return _library(library_text(rule, storage), step="pp", gather="pp", add="")
+    """Return a library with ``step``, ``gather`` and ``follow`` of an audit, and ``add`` of counts."""
+    text = library_text(rule, storage)
+    return _library(text, step="pp", gather="pp", follow="ppppp", add="")
 
 
 @lru_cache(None)

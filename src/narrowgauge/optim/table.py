@@ -3,7 +3,7 @@
 The kernel is ``cpp/`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
 :mod:`narrowgauge.optim.step_triton` on GPUs. Weights, gradients and states are read where they are:
 
-    table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
+    table    int64 [tensors, width]     for each tensor its addresses and sizes
     numbers  float32 [scalars]          the rule's scalars and the seed
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
 
@@ -120,13 +120,12 @@ class Batch:
         owners: the parameters that have elements on this rank.
         key: what a sample of them depends on.
         forms: rows and columns of each state.
-        formats: of its gradient, as a number.
         index: where its streams are among the tensors of a step, int64 ``[states, streams]``, in the
             order of the table.
         is_dense: whether a kernel reads and writes them where they are.
         how: the language that steps them, or why the definition does.
         table: of a kernel; ``None`` without one.
-        numbers, tensors, addresses: of a step that is taken: all its tensors.
+        numbers, tensors: of a step that is taken: all its tensors.
     """
 
     def __init__(self, place: int, states: Sequence[LocalState]) -> None:
@@ -138,7 +137,6 @@ class Batch:
         self.owners = [state.owner for state in states if state.parameter.numel()]
         self.forms = [state.form for state in states]
         self.key = self.kernel, self.device, *map(id, self.owners), *self.forms
-        self.formats = np.array([FORMATS[state.gradient.dtype] for state in states])
         streams = [state.streams() for state in states]
         self.index = np.array([[state.place] for state in states]) + np.arange(len(streams[0]))
         self.is_dense = all(tensor.is_contiguous() for part in streams for tensor in part)
@@ -146,7 +144,6 @@ class Batch:
         self.table: Table | None = None
         self.numbers: Any = None
         self.tensors: Sequence[Tensor] = ()
-        self.addresses: Any = None
 
     def lay_out(self) -> None:
         """Make the table of the kernel."""
@@ -156,7 +153,7 @@ class Batch:
             forms = [(1, rows * columns) for rows, columns in forms]
         library = partial(step_cpp.functions, self.kernel.rule, self.kernel.storage)
         self.table = Table(self.device, library, row.addresses, forms, row.num_scaled)
-        self.table.rows["format"] = self.formats
+        self.table.rows["format"] = [FORMATS[state.gradient.dtype] for state in self.states]
 
     def prepare(self, group: Mapping[str, Any], control: Tensor) -> None:
         """Compute the numbers of a step from the options of the param group."""
@@ -164,20 +161,31 @@ class Batch:
         scalars = self.kernel.rule.prepare(group, number)
         self.numbers = Numbers(self.kernel, control, scalars, step_seed(group["seed"], number))
 
+    def versions(self) -> list[int]:
+        """Return how often other code has written into each tensor of the states: a step raises none."""
+        versions = []
+        for place in self.index[:, 2:].ravel().tolist():
+            if not self.tensors[place].is_inference():
+                versions.append(self.tensors[place]._version)
+        return versions
+
+    def read(self, tensors: Sequence[Tensor], addresses: Any) -> None:
+        """Take the tensors of a step, and where they lie."""
+        self.tensors = tensors
+        if self.table is not None:
+            self.table.rows["addresses"] = addresses[self.index]
+
     def run(self) -> None:
         """Step all by the kernel."""
         table: Any = self.table
-        table.rows["addresses"] = self.addresses[self.index]
         copies = []
         if not self.is_dense:
             for place, number in np.ndenumerate(self.index):
                 tensor = self.tensors[number]
                 copies.append((tensor, tensor.contiguous()))
                 table.rows["addresses"][place] = copies[-1][1].data_ptr()
-        numbers = np.array([*self.numbers.scalars, 0.0], np.float32)
-        numbers[-1:].view(np.int32)[0] = self.numbers.key
         row = step_cpp.row_of(self.kernel.rule, self.kernel.storage)
-        table.call("step", torch.from_numpy(numbers), self.numbers.control, row=row)
+        table.call("step", self.numbers.on_host, self.numbers.control, row=row)
         for tensor, copy in copies:
             tensor.data.copy_(copy)  # which raises no version
         # Autograd notices a weight that was written between forward and backward pass.

@@ -95,8 +95,7 @@ def spans(
         arguments: tensors in the parameter's shape.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
-    visible = getattr(torch, state.storage.visible)
-    live = [state.parameter.detach().to(visible)]
+    live = [state.parameter.detach()]
     for plane in state.planes.values():  # a step raises no version of them
         live.append(plane.data if writes else plane)
     tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]

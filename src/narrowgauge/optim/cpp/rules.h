@@ -78,6 +78,9 @@ template <int DROP, bool IS_PAIR> struct Collage : AdamW {
     return narrow(step + narrow(w * s.negative_decay));
   }
 };
+// The rule that a storage rounds.
+template <class R> struct Exact { typedef R Rule; };
+template <int DROP, bool IS_PAIR> struct Exact<Collage<DROP, IS_PAIR>> { typedef AdamW Rule; };
 struct Adam : Rule<2, true> {
   struct Scalars : AdamScalars { float weight_decay; };
   IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }

@@ -350,17 +350,56 @@ template <class S, class R> struct Programs {
       else W::step_all(streams_at(x, wide, x.begin).p, x.span, wide, n, &none, x.span);
     });
   }
+  // The sample of an audit: the change of some elements by a rule with moments that no storage cuts, [states, count].
+  INLINE void follow(const int64_t* table, const int32_t* tensors, int64_t count, const int64_t* places,
+                     const float* numbers, const float* control, float* moments, float* changes) {
+    typedef typename Exact<R>::Rule EXACT;
+    typename EXACT::Scalars s;
+    memcpy((void*)&s, numbers, sizeof s);
+    for (int64_t at = 0; at < count; at += LANES) {
+      const int64_t size = 4 * least(count - at, LANES);
+      Lane x{};
+      Ints gradient{}, is_wide{};
+      for (int k = 0; 4 * k < size; k++) {
+        const int64_t *row = table + tensors[at + k] * (ADDRESSES + sizeof(Sizes) / 8), place = places[at + k];
+        is_wide[k] = -(row[ADDRESSES + 3] == Float32::NUMBER);
+        const auto word = [&](int stream) ALWAYS {  // at the top
+          const int bytes = W::size_of(stream, is_wide[k]);
+          int32_t y = 0;
+          memcpy((char*)&y + 4 - bytes, (char*)row[stream] + bytes * place, bytes);
+          return y;
+        };
+        x.seen[k] = word(0), gradient[k] = word(1);
+        for (int plane = 0; plane < S::LAYOUT.planes; plane++) x.plane[plane][k] = word(2 + plane);
+      }
+      Floats low{}, old[2]{};
+      for (int k = 0; k < EXACT::STATES; k++) memcpy((void*)&old[k], moments + k * count + at, size);
+      Floats weight = S::W::read(V::bits(x.seen), S::W::take(W::Step::lane_of(x, S::LAYOUT.low)), low);
+      if (S::W::HAS_LOW) weight += low;
+      const Floats w = finite_or_zero(weight), g = where(is_wide, float_of(gradient), V::gradient(gradient));
+      Moments next{};
+      const Floats waits = EXACT::template begin<false>(w, g * control[0], old[0], old[1], next, s);
+      const Floats now[3] = {next.first, next.second, EXACT::change(w, waits, next.first, s)};
+      for (int k = 0; k < EXACT::STATES; k++) memcpy(moments + k * count + at, &now[k], size);
+      memcpy(changes + at, &now[2], size);
+    }
+  }
 };
 
 // ── what a library of a step exports ──────────────────────────────────────────────────────────────
 
 #define PROGRAMS const int64_t *table, const int32_t *tiles, int64_t count
+// Tensors of elements stand in the place of the programs of a sample.
 #define EXPORT_STEP(...)                                                                           \
   extern "C" void step(PROGRAMS, const float* numbers, const float* control, int32_t threads) {    \
     Programs<__VA_ARGS__>::step(table, tiles, count, numbers, control, threads);                   \
+  }                                                                                                \
+  extern "C" void follow(PROGRAMS, const int64_t* places, const float* numbers,                    \
+                         const float* control, float* moments, float* changes, int32_t) {          \
+    Programs<__VA_ARGS__>::follow(table, tiles, count, places, numbers, control, moments, changes); \
   }
 // The sample of an audit: some elements of every tensor.
-extern "C" void gather(const int64_t* addresses, const int64_t* numbers, int64_t count, const int64_t* places,
+extern "C" void gather(const int64_t* addresses, const int32_t* numbers, int64_t count, const int64_t* places,
                        char* out, int32_t bytes) {
   for (int64_t k = 0; k < count; k++)
     memcpy(out + bytes * k, (const char*)addresses[numbers[k]] + bytes * places[k], bytes);
