@@ -18,7 +18,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.compare import compare, compare_recipes
 from narrowgauge.trainer.settings import OF_A_RUN
-from trainer.tiny_runs import bytes_of, lasting, settings
+from trainer.tiny_runs import bytes_of, settings
 
 
 def watched(recipe: str, seed: int, record: Any) -> dict[str, float]:
@@ -64,7 +64,6 @@ def test_a_loop_that_gives_no_loss_is_refused(returned: Any) -> None:
 
 
 RECIPES = ("bfloat16/word", "bfloat16/naive")
-NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "naive")]
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +92,14 @@ def test_an_interrupted_comparison_goes_on_takes_a_seed_and_is_kept(
             raise KeyboardInterrupt
         return true_train(named, **more)
 
-    whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    done(base, whole)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", train)
         with pytest.raises(KeyboardInterrupt):
             done(base, parts)
     assert not (parts / "compare.json").exists()
     assert done(base, parts).count("earlier") == 1
-    for name in NAMES[:2]:
-        first, second = (read_run(out / name).steps for out in (whole, parts))
-        assert list(map(lasting, first)) == list(map(lasting, second))
-    (parts / NAMES[2]).mkdir()  # as a kill before the first file of a run leaves it
+    (parts / "bfloat16-word-seed1").mkdir()  # as a kill before the first file of a run leaves it
     assert done(base, parts, seeds=2).count("earlier") == 2
     rows = json.loads((parts / "compare.json").read_text())
     assert [row["num_seeds"] for row in rows] == [2, 2]
