@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import Cluster
@@ -26,13 +26,8 @@ FOREIGN_RULES: dict[str, float] = load_data("rules", "planner")
 """Bytes of state a parameter of rules that this project does not step."""
 
 
-class Parts(NamedTuple):
-    """Hold numbers of a model's state by place (:attr:`Architecture.weights`)."""
-
-    first: float
-    last: float
-    layers: float
-    experts: float
+Parts = dict[str, float]
+"""Numbers of a model's state by place (:attr:`Architecture.weights`)."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ class Ask:
     @property
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
-        return int(sum(self.state["trained"]))
+        return int(sum(self.state["trained"].values()))
 
     @cached_property
     def trained_share(self) -> float:
@@ -122,15 +117,16 @@ class Ask:
             return self.stream_width
         frozen = self.state["frozen"]
         number = parameters_of(self.architecture.layer_matmuls)
-        return (frozen.layers + frozen.experts) / number
+        return (frozen["layers"] + frozen["experts"]) / number
 
     def on_rank(self, kind: str, level: int = 4) -> float:
         """Return a kind of state on a rank, sharded from a ZeRO ``level`` on."""
         layout = self.layout
-        first, last, layers, experts = self.state[kind]
-        rest = max(first, last) if layout.pipeline > 1 else first + last
-        rest = (rest + layers / layout.pipeline) / layout.tensor
-        experts /= layout.pipeline * layout.ranks_of_experts
+        state = self.state[kind]
+        ends = state["first"], state["last"]
+        rest = max(ends) if layout.pipeline > 1 else sum(ends)
+        rest = (rest + state["layers"] / layout.pipeline) / layout.tensor
+        experts = state["experts"] / layout.pipeline / layout.ranks_of_experts
         if layout.zero < level:
             return rest + experts
         # Expert ranks lie inside the ranks that shard the rest of the state. They hold frozen
@@ -158,9 +154,9 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
 
     A rule for matrices leaves vectors, embedding and head to AdamW.
     """
-    state: dict[str, dict[str, float]] = {}
+    state: dict[str, Parts] = {}
     for kind in ("trained", "frozen", "states", "whole"):
-        state[kind] = dict.fromkeys(Parts._fields, 0.0)
+        state[kind] = dict.fromkeys(a.weights, 0.0)
     trained = [("layers", adapter) for adapter in tuning.adapters(a)]
     for place, weights in a.weights.items():
         for weight in weights:
@@ -181,4 +177,4 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
             shorter, longer = sorted((weight.in_features, weight.out_features))
             numbers = min(rule.options["rank"], shorter) * weight.count
             state["whole"][place] += 4 * numbers * (shorter + 2 * longer)
-    return {kind: Parts(**places) for kind, places in state.items()}
+    return state

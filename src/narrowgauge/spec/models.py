@@ -32,7 +32,6 @@ class Model:
     """
 
     name: str
-    family: Literal["llama", "gpt2"]
     num_parameters: int
     vocab_size: int
     hidden_size: int
@@ -41,8 +40,9 @@ class Model:
     num_heads: int
     num_kv_heads: int
     max_positions: int
-    tie_embeddings: bool
-    source: str
+    family: Literal["llama", "gpt2"] = "llama"
+    tie_embeddings: bool = False
+    source: str = "Narrowgauge"
     rope_theta: float | None = None
 
 
