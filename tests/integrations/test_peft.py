@@ -53,9 +53,10 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_server_holds_each_adapter_once(times: int, dtype: torch.dtype) -> None:
-    trainer = adapted(llama(dtype=dtype))
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "dora"])
+def test_a_server_holds_each_adapter_once(times: int, form: str) -> None:
+    dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
+    trainer = adapted(llama(dtype=dtype), use_dora=form == "dora")
     name = "model.layers.1.self_attn.v_proj"
     product = trainer.get_submodule(f"base_model.model.{name}").get_delta_weight("default")
     server = copy.deepcopy(trainer).merge_and_unload()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,12 @@ MOST_TIMES = 0.05
 SCALES = ("_scale", "_scale_inv")
 """Ends of the names of the scales of codes. Both multiply the codes."""
 CODED = {
-    "_of_experts.weight_codes": "", "_of_experts.weight_scales": "_scale", "narrow.": "", "weight_codes": "weight",
-    "weight_scales": "weight_scale",
+    r"narrow\.(\w+)_of_experts\.weight_codes$": r"\1", r"narrow\.(\w+)_of_experts\.weight_scales$": r"\1_scale",
+    r"\bweight_codes$": "weight", r"\bweight_scales$": "weight_scale",
 }  # fmt: skip
-"""What codes and their scales have in their names in our layers, and in other programs' files."""
+"""Names of codes and scales in our layers, and what they are in other programs' files."""
+ADAPTERS = r"\.(lora|ia3)_"
+"""Names of adapters' own tensors."""
 HALF_A_GAP = 17 / 32
 """Distance of a value from its code, over the gap between codes; a 32nd is of a product with an inverse
 scale.
@@ -81,11 +84,17 @@ class Weight:
         return x
 
     def added(self) -> Tensor:
-        """Return what the active adapters add."""
-        added = torch.zeros_like(self.tensor, dtype=torch.float64)
-        for adapter in self.layer.active_adapters:
-            added += self.layer.get_delta_weight(adapter).detach()
-        return added
+        """Return how the active adapters change the weight, in float64."""
+        layer = copy.deepcopy(self.layer).double()
+        if self.scale is not None:  # adapters are not merged into codes
+            deltas = list(map(layer.get_delta_weight, layer.active_adapters))
+            return torch.stack(deltas).sum(0).detach()
+        if layer.merged_adapters:
+            layer.unmerge()
+        base = layer.get_base_layer()
+        before = base.weight.detach().clone()
+        layer.merge()
+        return whole(base.weight.detach() - before)
 
     def scales(self) -> Tensor:
         """Return the scale of each code."""
@@ -137,21 +146,22 @@ def weights_in(source: Weights) -> dict[str, Weight]:
     for name, x in tensors.items():
         if isinstance(x, Tensor):
             weights[_plain(name)] = Weight(x, name in buffers)
-    for name, layer in layers.items():
-        if hasattr(layer, "get_delta_weight"):
-            weights[_plain(f"{name}.weight")].layer = layer
     for name, weight in [*weights.items()]:
         for end in SCALES:
             if weight.tensor.element_size() == 1 and name + end in weights:
                 weight.scale = weights.pop(name + end).tensor
                 weight.is_buffer = False
+    for name, layer in layers.items():
+        key = _plain(f"{name}.weight")
+        if key in weights and hasattr(layer, "merged_adapters"):
+            weights[key].layer = layer
     return weights
 
 
 def _plain(name: str) -> str:
     name = bare_name(name).replace(".base_layer.", ".")
     for ours, others in CODED.items():
-        name = name.replace(ours, others)
+        name = re.sub(ours, others, name)
     return name
 
 
@@ -273,7 +283,7 @@ def _alone(weights: Mapping[str, Weight], shared: set[str]) -> list[str]:
     lone = []
     for name, weight in weights.items():
         is_there = name in shared or id(weight.tensor) in tied
-        if not is_there and not weight.is_buffer and ".lora_" not in name:
+        if not is_there and not weight.is_buffer and not re.search(ADAPTERS, name):
             lone.append(name)
     return sorted(lone)
 
