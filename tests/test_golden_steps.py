@@ -18,7 +18,7 @@ def test_the_bits_are_as_recorded(update_golden: bool) -> None:
     if update_golden:
         write(STEPS, computed)
     recorded = read(STEPS)
-    # A kind of processor without a record has two sections that nothing can be compared with.
+    # A kind of processor without a record has a section that nothing can be compared with.
     comparable = {}
     for name, rows in computed.items():
         if name in recorded or " on " not in name:

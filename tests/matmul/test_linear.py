@@ -62,7 +62,7 @@ def every_cast() -> Iterator[Cast]:
         if format.kind == "scale" or format.bits > 8:
             continue
         for granularity in GROUPS:
-            for scale in ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"):
+            for scale in ("float32", "float8_e8m0fnu", "float8_e4m3fn"):
                 with suppress(RecipeError):
                     yield Cast(format.name, granularity, scale)
 

@@ -52,7 +52,6 @@ def quantize(
     scale: str = "float32",
     rounding: str = "nearest",
     scale_rounding: str = "up",
-    scaling: str = "current",
     rotation: str = "none",
     uniform: Any = None,
     **_: object,
@@ -77,9 +76,10 @@ def quantize(
                 inner = e4m3_scale(magnitude, outer, format, up=rounding == "stochastic")
                 result.inner[group] = inner
                 part = part * (ONE / (inner * outer))
-            elif scaling == "static":  # a scale from the group's own amax would make it NaN
-                part = np.where(np.isfinite(part), part, NAN)
-            elif granularity != "none":
+            elif granularity == "none":
+                if format in LARGEST:  # a code would hide infinities
+                    part = np.where(np.isfinite(part), part, NAN)
+            else:
                 whole = one_level(magnitude, format, scale, up=scale_rounding == "up")
                 scales = result.inner if "x" in granularity else result.outer
                 scales[group] = whole

@@ -40,15 +40,14 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
 _MX = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
 
 
-def test_378_casts_of_45360_go_together() -> None:
+def test_252_casts_of_12096_go_together() -> None:
     """Each of them multiplies (tests/matmul/test_linear.py); all others are refused."""
     words: tuple[tuple[Any, ...], ...] = (
         ("bfloat16", "float32", "float64", "tfloat32", "float8_e4m3fn", "int8", "float4_e2m1fn", "float8_e8m0fnu"),
         ("none", "tensor", "row", "column", "1x32", "3x5", "x"),
-        ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn", "bad"),
+        ("float32", "float8_e8m0fnu", "float8_e4m3fn", "bad"),
         ("nearest", "stochastic", "bad"),
         ("up", "floor", "bad"),
-        ("current", "static", "bad"),
         ("none", "hadamard", "bad"),
         (0.0, 6.0),
     )  # fmt: skip
@@ -56,7 +55,7 @@ def test_378_casts_of_45360_go_together() -> None:
     for fields in itertools.product(*words):
         with contextlib.suppress(RecipeError):
             accepted += isinstance(Cast(*fields), Cast)
-    assert accepted == 378
+    assert accepted == 252
     for outliers in (-1.0, math.inf, math.nan):
         with pytest.raises(RecipeError):
             Cast("int8", "row", outliers=outliers)

@@ -51,14 +51,14 @@ def quantize_whole(
         words: for stochastic rounding, from :func:`random_words`.
         fold: multiplied into ``x`` first.
     Returns:
-        Codes and, but for a static cast, the scale to apply after the matmul: ``[rows, 1]``, ``[1,
+        Codes and, if there is one, the scale to apply after the matmul: ``[rows, 1]``, ``[1,
         columns]`` or ``[1, 1]``.
     """
     values = x.float()
     if fold is not None:
         values = values * fold
-    if cast.scaling == "static":
-        values = values.where(values.isfinite(), torch.nan)  # a static scale would hide infinities
+    if cast.granularity == "none":
+        values = values.where(values.isfinite(), torch.nan)  # a code would hide infinities
         return _codes(values, None, cast, words), None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
     outer = _one_level_scale(values.abs().amax(along, keepdim=True), cast)

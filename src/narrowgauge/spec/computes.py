@@ -3,7 +3,7 @@ accumulated.
 
 A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight``
 = dyᵀ · x. Each is a :class:`Product` of two operands. Each operand has a :class:`Cast`: its format,
-granularity (which values share a scale), rounding and scaling. A :class:`Slot` says which tensor an
+granularity (which values share a scale) and rounding. A :class:`Slot` says which tensor an
 operand is, and which of its dimensions the matmul contracts. Kernels, profiler, tests,
 documentation and ``narrowgauge show`` read the same table, ``data/computes.toml``. A new compute is a
 new row there.
@@ -29,15 +29,14 @@ Granularity = str
 """``"none"``, ``"tensor"``, ``"row"``, ``"column"``, or a block ``"rows x terms"`` such as
 ``"1x32"``.
 """
-Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
+Scale = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 _ACCUMULATIONS = ("float32", "promoted", "fast", "int32")
 
 _WORDS: dict[str, tuple[str, ...]] = {
-    "scale": ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"),
+    "scale": ("float32", "float8_e8m0fnu", "float8_e4m3fn"),
     "rounding": ("nearest", "stochastic"),
     "scale_rounding": ("up", "floor"),
-    "scaling": ("current", "static"),
     "rotation": ("none", "hadamard"),
 }
 _TURNED = {"none": "none", "tensor": "tensor", "row": "column", "column": "row"}
@@ -78,14 +77,13 @@ class Cast:
         format: of the codes.
         granularity: which values share a scale. ``"none"`` rounds values without a scale.
         scale: format of the scale. ``float32``: amax divided by the format's largest value.
-            ``power-of-two`` and, in a byte, ``float8_e8m0fnu``: see ``scale_rounding``.
+            ``float8_e8m0fnu``: a power of two, see ``scale_rounding``.
             ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
         scale_rounding: of powers of two. ``up``: the smallest at which nothing saturates.
             ``floor``: the OCP rule, the exponent of amax minus the format's largest exponent, at
             which values just below the next power saturate.
         rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so
             that nothing saturates.
-        scaling: ``current``: from the operand's amax; ``static``: 1.
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands,
             after 16 fixed random signs.
         outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0:
@@ -100,7 +98,6 @@ class Cast:
     scale: Scale = "float32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale_rounding: Literal["up", "floor"] = "up"
-    scaling: Literal["current", "static"] = "current"
     rotation: Literal["none", "hadamard"] = "none"
     outliers: float = 0.0
 
@@ -109,29 +106,25 @@ class Cast:
             require_choice(name, getattr(self, name), words)
         require_number("outliers", self.outliers)
         element = self.element
+        has_blocks = self.block is not None
+        is_power = self.scale == "float8_e8m0fnu"
+        is_possible = (
+            element.kind != "scale"
+            and element.bits in (4, 8, 16, 32, 64)
+            and (has_blocks or (self.granularity in _TURNED and self.scale != "float8_e4m3fn"))
+            and (self.granularity != "none" or self.scale == "float32")
+            and (self.scale_rounding == "up" or (is_power and not self.needs_bits))
+            and not (self.outliers and has_blocks)
+        )
         if self.is_wide:
-            others = self.scale, self.rounding, self.scale_rounding, self.scaling, self.outliers
-            is_possible = element.kind == "float" and element.bits in (16, 32, 64)
-            is_possible = is_possible and others == ("float32", "nearest", "up", "current", 0)
-        else:
-            has_blocks = self.block is not None
-            words = self.scaling, self.granularity, self.scale
-            is_static = words == ("static", "tensor", "float32")
-            is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
-            is_possible = (
-                element.kind != "scale"
-                and element.bits <= 8
-                and (has_blocks or (self.granularity in _TURNED and self.scale != "float8_e4m3fn"))
-                and (is_static or self.scaling == "current")
-                and (self.scale_rounding == "up" or (is_power and not self.needs_bits))
-                and not (self.outliers and has_blocks)
-            )
+            others = self.granularity, self.rounding, self.outliers
+            is_possible = is_possible and others == ("none", "nearest", 0)
         if not is_possible:
             raise RecipeError(
                 f"Cannot make a cast to {self} because its words do not go together.",
-                "Codes of 4 to 8 bits share a scale by tensor, row, column or a block such as 1x32; "
-                "two levels need blocks, static scales a tensor, outliers rows or tensors; scales that "
-                "round down are powers of two of casts to nearest; 16 and more bits have no scale.",
+                "Codes of 4 or 8 bits share a scale by tensor, row, column or a block such as 1x32; "
+                "two levels need blocks, outliers rows or tensors; scales that round down are powers "
+                "of two of casts to nearest; 16 and more bits have no scale.",
             )
 
     @cached_property
@@ -146,8 +139,8 @@ class Cast:
 
     @cached_property
     def is_wide(self) -> bool:
-        """Return whether the operand is rounded to a 16-, 32- or 64-bit format without a scale."""
-        return self.granularity == "none"
+        """Return whether the operand is rounded to a format of 16 bits or more."""
+        return self.element.bits >= 16
 
     @property
     def needs_bits(self) -> bool:
@@ -265,7 +258,7 @@ class Compute:
         if (
             self.dtype not in ("bfloat16", "float16", "float32")
             or not is_shared
-            or (lhs.outliers and (rhs.is_wide or rhs.block))
+            or (lhs.outliers and (rhs.granularity == "none" or rhs.block))
         ):
             raise RecipeError(
                 f"Cannot make a compute '{self.name}' of dtype '{self.dtype}' with weights to {rhs}.",
@@ -406,7 +399,6 @@ def stores_codes(compute: Compute) -> bool:
         >>> stores_codes(COMPUTES["int8-outlier-codes"]), stores_codes(COMPUTES["mxfp8"])
         (True, False)
     """
-    lhs = compute.output.left
     rhs = compute.output.right
     is_plain = rhs.block is None and rhs.rotation == "none"
-    return rhs.element.bits == 8 and is_plain and rhs.scaling == lhs.scaling == "current"
+    return rhs.element.bits == 8 and is_plain and rhs.granularity != "none"

@@ -21,7 +21,7 @@ _FORMATS = (
     ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"),
 )  # fmt: skip
 """Of the left and the right operand. cuBLAS cannot multiply two e5m2 matrices."""
-_GRANULARITIES = {"tensor", "row", "column"}
+_GRANULARITIES = {"none", "tensor", "row", "column"}
 
 
 def has_kernel(product: Product, architecture: str) -> bool:
