@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,19 +24,23 @@ from ranks import run_ranks
 STEPS = 3
 AT = 2
 NAME = "1.weight"
+SAME_DATA = ("same-data", "shards")
 
 
 def train(rank: int, folder: Path, fault: str) -> None:
     """Train and record: with one flipped bit in a gradient of the second rank in one step, or with the
-    same data on all ranks.
+    same data on all ranks, as shards of a linear layer have them.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(29, 16), torch.nn.Linear(16, 29))
-    parallel = DistributedDataParallel(model)
+    parallel: torch.nn.Module = DistributedDataParallel(model)
+    if fault == "shards":
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallel = parallelize_module(model, init_device_mesh("cpu", (4,)), {"1": columns})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ng.RunRecorder(folder, parallel, optimizer, fingerprints_every=1) as recorder:
         for step in range(1, STEPS + 1):
-            seeded = torch.Generator().manual_seed(10 * step + rank * (fault != "same-data"))
+            seeded = torch.Generator().manual_seed(10 * step + rank * (fault not in SAME_DATA))
             tokens = torch.randint(0, 29, (4, 8), generator=seeded)
             loss = F.cross_entropy(parallel(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
@@ -93,7 +100,7 @@ def lone(values: tuple[int, ...]) -> int:
 
 
 def train_all(rank: int, place: Path) -> list[Any]:
-    for fault in ("healthy", "flipped", "same-data"):
+    for fault in ("healthy", "flipped", *SAME_DATA):
         train(rank, place / fault, fault)
     linear = ("1.weight", "1.bias")
     values = torch.tensor([values[rank] for values in VALUES])
@@ -115,7 +122,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     assert unsent == [(1, "1.weight and 1 other")]
     assert unsummed == [(1, "0.weight")]
     assert written == [(2, "0.weight on rank 1")]
-    assert ng.diagnose(tmp_path / "healthy").ok
+    assert ng.diagnose(tmp_path / "healthy").ok and ng.diagnose(tmp_path / "shards").ok
     assert apart(tmp_path / "flipped") == [(AT, f"{NAME} on rank 1")]
     [reading] = ng.diagnose(tmp_path / "same-data").readings
     assert (reading.what, reading.step, reading.value) == ("same-data", 1, 1.0)

@@ -173,8 +173,8 @@ class Meter(Listener):
     # ── before a step ─────────────────────────────────────────────────────────────────────────────
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Take the inputs of the model, if ranks are compared."""
-        if self._ranks is not None:
+        """Take the inputs of the model, if ranks are replicas: shards of a tensor may need the same."""
+        if self._ranks is not None and self._is_whole:
             self._measure("data of ranks", self._ranks.add_data, inputs)
 
     def before_step(self, optimizer: AnyOptimizer) -> None:
