@@ -26,15 +26,14 @@ from typing import Any
 import torch
 from _conditions import digests, replace
 from _peers import PACKAGES, PEERS, reason
-from _published_states import FORMULAS, RoundedAdamW
-from _rows import PEERS_BY_NAME, bytes_per_param
+from _published_states import FORMULAS
+from _rows import PEERS_BY_NAME, bytes_per_param, prepared
 from _timing import Row, begin, exit_by, parser, show
-from torch import nn
+from torch import Tensor, nn
 
-import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
 
-OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "weight_decay": 0.0}
 CYCLE = 50
 SCALES = {"near 1": 1.0, "near 0.02": 0.02}
 FILE = Path(__file__).with_suffix(".jsonl")
@@ -59,7 +58,7 @@ class Stall:
         self.train(torch.optim.AdamW([exact], **OPTIONS), exact)
         self.wanted = exact.detach() - self.start.double()
 
-    def train(self, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
+    def train(self, optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
         for step in range(1, self.steps + 1):
             # A copy: some optimizers compute in the gradient's own memory.
             weight.grad = self.cycle[step % CYCLE].to(weight.dtype, copy=True)
@@ -67,43 +66,30 @@ class Stall:
 
     def measured(self, name: str, title: str) -> Row:
         """Return error and rate of an optimizer by the name of its row, or why there is none."""
-        dtype = torch.bfloat16
-        if name in STORAGES:
-            dtype = getattr(torch, STORAGES[name].visible)
-        weight = nn.Parameter(self.start.to(dtype, copy=True))
+        layer = nn.Linear(*self.start.shape, bias=False)
+        layer.weight.data = self.start.float()
         try:
-            optimizer, stored = self.optimizer(name, weight)
-            began = stored(weight).double()
-            self.train(optimizer, weight)
-        except (ImportError, RuntimeError) as error:  # its kernels need what this machine may lack
+            # Without random low bits, which would be a displacement of their own.
+            optimizer: Any = prepared(name, layer, 0, dict(OPTIONS))
+            if name in PEERS_BY_NAME:
+                optimizer.stored = partial(PEERS_BY_NAME[name].stored, optimizer)
+            began = optimizer.stored(layer.weight).double()
+            self.train(optimizer, layer.weight)
+        except (ImportError, RuntimeError) as error:  # not for this machine
             return {title: reason(error)}
-        moved = stored(weight).double() - began
+        moved = optimizer.stored(layer.weight).double() - began
         error = (moved - self.wanted).norm() / self.wanted.norm()
         rate = (moved * self.wanted).sum() / self.wanted.square().sum()
         figures = {title: float(error), f"{title} rate": float(rate)}
         return {"bytes": f"{bytes_per_param(optimizer):.2g}", **figures}
 
-    def optimizer(self, name: str, weight: nn.Parameter) -> tuple[Any, Any]:
-        """Return an optimizer, and the function that returns what it stores of a weight."""
-        if name in FORMULAS:
-            rounded = RoundedAdamW([weight], FORMULAS[name], **OPTIONS)
-            return rounded, rounded.stored
-        if name in PEERS_BY_NAME:
-            peer: Any = PEERS_BY_NAME[name]
-            made = peer.make([weight], **OPTIONS)
-            return made, partial(peer.stored, made)
-        # Random low bits would be a displacement of their own.
-        ours = ng.AdamW([("weight", weight)], storage=name, low_bits="zero", **OPTIONS)
-        # A visible format narrower than bfloat16 cuts the start.
-        ours.adopt({weight: self.start.float()})
-        return ours, ours.stored
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
+    storages = [name for name in STORAGES if "float16" not in name]
     peers = [peer.name for peer in PEERS if peer.stored]
-    flags.add_argument("--rows", nargs="+", default=[*STORAGES, *FORMULAS, *peers])
+    flags.add_argument("--rows", nargs="+", default=[*storages, *FORMULAS, *peers])
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore")
     begin("stall", options, peers=PACKAGES)

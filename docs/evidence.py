@@ -33,10 +33,9 @@ ROOT = Path(__file__).parents[1]
 CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 SAME = (
     "setting", "model", "lr", "beta2", "steps", "seed", "text", "processor", "torch", "transformers",
+    "repeat", "tensors", "threads",
 )  # fmt: skip
 """What the two runs of a pair have in common, beside the digests of the baseline's step."""
-REPEAT = "repeat", "tensors", "threads", "processor", "date"
-"""What two rows of one repeat of a benchmark have in common."""
 MARGIN = 0.010
 """In nats: ``word`` ends where ``master`` does, if the 90 % interval of their difference lies within
 ± this. Written down on 30 November 2026, before the runs.
@@ -92,26 +91,21 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
     return matching
 
 
-def conditions(run: Row, baseline: str) -> str:
+def conditions(run: Row, baseline: str) -> list[Any]:
     """Return what the two runs of a pair have in common. The ``unigram`` loss names what they hold
     out.
     """
-    values: list[Any] = [run.get(name) for name in SAME]
     held_out = round(run.get("unigram") or 0.0, 6)
-    return json.dumps([*values, held_out, run.get("digests", {}).get(baseline)])
+    return [*map(run.get, SAME), held_out, run.get("digests", {}).get(baseline)]
 
 
-def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
-    """Return each run with the run of the baseline's row that has the same conditions."""
-    bases = {}
-    for base in baseline:
-        if base["loss"] is not None:
-            bases[conditions(base, base["row"])] = base
-    names = {base["row"] for base in bases.values()}
+def pairs(runs: Iterable[Row], baseline: Sequence[Row]) -> Pairs:
+    """Return each run with those of the baseline that have the same conditions, and a loss."""
     paired = []
-    for run in runs:
-        for key in bases.keys() & {conditions(run, name) for name in names}:
-            paired.append((run, bases[key]))
+    for run, base in itertools.product(runs, baseline):
+        name = base["row"]
+        if base["loss"] is not None and conditions(run, name) == conditions(base, name):
+            paired.append((run, base))
     return paired
 
 
@@ -154,13 +148,14 @@ def of_one_text(runs: list[Row]) -> list[Row]:
     """Return the runs of the text with the most seeds, of the newest of these. Two texts are never
     pooled.
     """
-    seeds: dict[str, set[Any]] = {}
-    for run in runs:
-        seeds.setdefault(run.get("text", ""), set()).add(run.get("seed"))
-    newest = sorted(runs, key=lambda run: str(run.get("date")), reverse=True)
-    texts = dict.fromkeys(run.get("text", "") for run in newest)
-    best = max(texts, key=lambda text: len(seeds[text]), default="")
-    return [run for run in runs if run.get("text", "") == best]
+    texts: dict[str, list[Row]] = {}
+    for run in sorted(runs, key=lambda run: run.get("date", ""), reverse=True):
+        texts.setdefault(run.get("text", ""), []).append(run)
+    return max(texts.values(), key=num_seeds, default=[])
+
+
+def num_seeds(runs: list[Row]) -> int:
+    return len({run.get("seed") for run in runs})
 
 
 def short(processor: str) -> str:
@@ -206,7 +201,7 @@ def ratios(runs: list[Row], others: list[Row], field: str) -> list[Row]:
     """Return runs with a field divided by that of another row in the same repeat."""
     divided = []
     for run, other in itertools.product(runs, others):
-        if all(run.get(name) == other.get(name) for name in REPEAT):
+        if all(run.get(name) == other.get(name) for name in SAME):
             divided.append({**run, field: run[field] / other[field]})
     return divided
 
@@ -223,16 +218,16 @@ def series(runs: list[Row], field: str) -> str:
 def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
     """Return the runs of a cell, of one text, and their pairs if it has a baseline."""
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
-    runs = chosen(records, spec["where"], spec.get("step"))
+    where = spec["where"]
+    step = spec.get("step")
+    runs = chosen(records, where, step)
     if "over" in spec:
-        runs = ratios(runs, chosen(records, {**spec["where"], "row": spec["over"]}), spec["field"])
+        runs = ratios(runs, chosen(records, {**where, "row": spec["over"]}), spec["field"])
     if "baseline" not in spec:
         return of_one_text(runs), []
-    where = {**spec["where"], "row": spec["baseline"]}
-    paired = pairs(runs, chosen(records, where, spec.get("step")))
+    paired = pairs(runs, chosen(records, {**where, "row": spec["baseline"]}, step))
     runs = of_one_text([run for run, _ in paired])
-    texts = {run.get("text", "") for run in runs}
-    return runs, [pair for pair in paired if pair[0].get("text", "") in texts]
+    return runs, [pair for pair in paired if pair[0] in runs]
 
 
 def cell(spec: Row) -> str:
