@@ -151,13 +151,9 @@ def parameters(
 
 
 def exit_by(main: Callable[[], int]) -> NoReturn:
-    """Run a benchmark and exit with its status: 2 and one line for an error of the project's own,
-    130 for Ctrl-C.
-    """
+    """Run a benchmark and exit with its status: 2 and one line for an error of the project's own."""
     try:
         sys.exit(main())
     except NarrowgaugeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -122,11 +122,6 @@ def lines() -> list[Record]:
     return [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
 
-def has(record: Record, values: Record) -> bool:
-    """Return whether a record has these values."""
-    return all(record.get(name) == value for name, value in values.items())
-
-
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -290,12 +285,12 @@ def head_of(name: str, row: str, lr: float, seed: int) -> Record:
 
 def processors_with(head: Record) -> set[str]:
     """Return the kinds of processor that have a record of a run with its own row's digests."""
-    row = head["row"]
-    differing = ("date", "digests", "processor")
-    wanted = {name: value for name, value in head.items() if name not in differing}
+    wanted = head | {"digests": head["digests"][head["row"]]}
     processors = set()
     for line in lines():
-        if has(line, wanted) and line.get("digests", {}).get(row) == head["digests"][row]:
+        line["digests"] = line.get("digests", {}).get(head["row"])
+        differing = {name for name in wanted if line.get(name) != wanted[name]}
+        if differing <= {"date", "processor"}:
             processors.add(line["processor"])
     return processors
 
