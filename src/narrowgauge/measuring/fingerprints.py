@@ -136,7 +136,7 @@ class Fingerprints(Listener):
             self._entries |= _entries_of(gradients)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the weights and the states kind by kind, and make the row of the step."""
+        """Record the weights and their states, and make the row of the step."""
         if optimizer is self.optimizer and self._is_on:
             self._is_on = False
             self._add_row(self._step, self._entries | self._stored(self._step))

@@ -96,8 +96,8 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
             other = _run(theirs, batch).outputs
             if LOG_PROBS in one.keys() & other.keys():
                 rms, _ = _sizes_of(one[LOG_PROBS][0] - other[LOG_PROBS][0])
-                words = f"codes of weights move log probabilities by {rms:.2g} nats (RMS)"
-                result.lines += [words, "With the weights of the codes on both sides:"]
+                words = f"log probabilities of both as they are differ by {rms:.2g} nats (RMS)"
+                result.lines += [words, "With the weights that the codes stand for on both sides:"]
             # Another server of the same codes computes the same.
             if codes == {"first"}:
                 theirs = with_weights(theirs, first)

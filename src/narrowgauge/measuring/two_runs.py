@@ -209,12 +209,9 @@ def _rows_of(run: Run) -> dict[int, Row]:
     fingerprints.
     """
     rows = dict[int, Row]()
-    for table in (run.evals, run.steps, run.fingerprints):
-        first = dict[int, Row]()
+    for table in (run.fingerprints, run.steps, run.evals):
         for row in table:
-            first.setdefault(row["step"], row)
-        for step, row in first.items():
-            rows[step] = rows.get(step, {}) | row
+            rows[row["step"]] = row | rows.get(row["step"], {})
     if rows and run.summary is not None:
         rows[max(rows)][LAST] = run.summary.get(LAST)
     return rows
