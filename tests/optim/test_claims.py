@@ -9,7 +9,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import parameters
+from optim.pairs import parameters, step_along
 from optim.scenarios import OPTIMIZERS, arrived, stall
 from tensors import gaussian, parameters_of
 
@@ -102,7 +102,19 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
 
-@pytest.mark.parametrize("storage", [name for name in STORAGES if STORAGES[name].scaled])
+SCALED = [name for name in STORAGES if STORAGES[name].scaled]
+
+
+@pytest.mark.parametrize("storage", SCALED)
+def test_a_gradient_that_is_ten_thousand_times_larger_arrives_at_once(storage: str) -> None:
+    (weight,) = parameters(storage, [(2, 256)])
+    optimizer = ng.AdamW([weight], storage=storage, compile=False)
+    for size in (1e-4, 1e-4, 1.0):
+        step_along(optimizer, size)
+    assert float(optimizer.stored(weight, "exp_avg").mean()) == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("storage", SCALED)
 def test_a_glitch_costs_at_most_its_block(storage: str) -> None:
     """In other blocks of 256, of its row too, each bit is that of a run without it."""
     row = STORAGES[storage]

@@ -54,16 +54,20 @@ TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] =
 @pytest.mark.parametrize(("storage", "error"), [("float32", 1e-6), ("float64", 1e-14)])
 def test_it_is_torchs_own_to_the_last_bits(storage: str, error: float, rule: str) -> None:
     """Against float64; a first step, a later one and one after a change of rate differ in their
-    formulas.
+    formulas. Groups have rates of their own, and a parameter without a gradient counts no step.
     """
     make, options = TORCHS[rule]
     params = parameters(storage)
-    ours = build(rule, params, storage, low_bits="zero", **options)
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05}]
+    ours = build(rule, groups, storage, low_bits="zero", **options)
     wide = [nn.Parameter(p.detach().double()) for p in params]
-    theirs = make(wide, **{**RULES[rule].options, **options})
+    groups = [{"params": wide[:1]}, {"params": wide[1:], "lr": 0.05}]
+    theirs = make(groups, **{**RULES[rule].options, **options})
     for step in range(6):
         set_gradients(params, step)
         set_gradients(wide, step)
+        if step == 1:
+            params[2].grad = wide[2].grad = None
         for optimizer in (ours, theirs):
             optimizer.param_groups[0]["lr"] *= 0.5 if step == 3 else 1.0
             optimizer.step()

@@ -17,6 +17,8 @@ class Lion64(torch.optim.Optimizer):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
+                if p.grad is None:
+                    continue
                 momentum = self.state[p].get("momentum", torch.zeros_like(p))
                 direction = torch.sign(beta1 * momentum + (1 - beta1) * p.grad)
                 p.data -= group["lr"] * (direction + group["weight_decay"] * p.data)
