@@ -92,10 +92,10 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
     with generators_put_back():
         codes = {row["codes"] for row in result.rows} - {""}
         if codes:
-            one = _run(ours, batch).outputs
-            other = _run(theirs, batch).outputs
-            if LOG_PROBS in one.keys() & other.keys():
-                rms, _ = _sizes_of(one[LOG_PROBS][0] - other[LOG_PROBS][0])
+            one = _run(ours, batch).outputs.get(LOG_PROBS)
+            other = _run(theirs, batch).outputs.get(LOG_PROBS)
+            if one and other and one[0].shape == other[0].shape:
+                rms, _ = _sizes_of(one[0] - other[0])
                 words = f"log probabilities of both as they are differ by {rms:.2g} nats (RMS)"
                 result.lines += [words, "With the weights that the codes stand for on both sides:"]
             # Another server of the same codes computes the same.

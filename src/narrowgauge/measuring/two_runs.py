@@ -136,7 +136,7 @@ class TwoRuns(Readings):
                 break
         self.verdict = self._verdict(sum(step > 0 for step in steps))
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
-        if u is None and self.readings:
+        if u is None and self.readings and self.readings[0].bound is None:
             words = "No format of the outputs is recorded, so no bound of rounding is known."
             self.lines.append(words)
         pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
