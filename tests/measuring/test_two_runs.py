@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,20 @@ def test_what_only_one_run_has_is_the_answer() -> None:
         tensors = row["tensors"]
         row["tensors"] = {key: tensors[key] for key in tensors if not key.startswith("output")}
     assert not TwoRuns(make_run("a"), second).readings
+
+
+class _UpToTen:
+    """Rows of a long record, which are read one at a time."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in range(1, 11):
+            yield {"step": step, "loss": 3.0}
+        raise AssertionError("read on")
+
+
+def test_two_runs_are_read_no_further_than_their_first_difference() -> None:
+    runs = [make_run(name, steps=0) for name in ("a", "b")]
+    long: Any = _UpToTen()
+    other = [{"step": 8, "loss": 2.0}]
+    readings = TwoRuns(replace(runs[0], steps=long), replace(runs[1], steps=other)).readings
+    assert [(reading.step, reading.what) for reading in readings] == [(8, "loss")]

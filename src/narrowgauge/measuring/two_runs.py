@@ -14,10 +14,12 @@ tensor instead of one for all: TTrace (2506.09280).
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.measuring.reading import STAGES, Reading, Readings
@@ -42,6 +44,7 @@ SHARE = 0.05
 LAST = "weights_fingerprint"
 """The hash of the final weights, which is compared behind all else."""
 _OWN_TIMES = ("seconds", "per_second", "bytes")
+_STEP = itemgetter("step")
 OTHER = Column("", "number", "", stage="optimizer step", unit="other")
 """A column of the loop's own. Its numbers may differ by a twentieth: no unit is known."""
 
@@ -117,14 +120,13 @@ class TwoRuns(Readings):
         units = _roundoff(first), _roundoff(second)
         u = None if None in units else max(filter(None, units))
         is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
-        one = _rows_of(first)
-        other = _rows_of(second)
-        steps = sorted(one.keys() & other.keys())
         details: list[str] = []
         self.is_rounding = self.is_complete = False
-        for step in steps:
-            here = _entries(one[step], step)
-            there = _entries(other[step], step)
+        num_steps = 0
+        for step, one, other in _common_steps(first, second):
+            num_steps += step > 0
+            here = _entries(one, step)
+            there = _entries(other, step)
             differing = [*_differences(step, here, there, u)]
             self.is_complete = not differing and LAST in here.keys() & there.keys()
             if differing:
@@ -134,7 +136,7 @@ class TwoRuns(Readings):
                 self.is_rounding = not beyond and is_alike
                 details = self._details(here, there)
                 break
-        self.verdict = self._verdict(sum(step > 0 for step in steps))
+        self.verdict = self._verdict(num_steps)
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
         if u is None and self.readings and self.readings[0].bound is None:
             words = "No format of the outputs is recorded, so no bound of rounding is known."
@@ -201,20 +203,42 @@ def _roundoff(run: Run) -> float | None:
     return max([FORMATS[name].epsilon / 2 for name in names], default=None)
 
 
-def _rows_of(run: Run) -> dict[int, Row]:
-    """Return one row for each step: its columns, its evaluation, and its fingerprints; at the last
-    step that of the final weights.
+def _rows_of(run: Run) -> Iterator[tuple[int, Row]]:
+    """Yield each step in order with one row: its columns, its evaluation, and its fingerprints; at the
+    last step that of the final weights.
 
     If a table has several rows of a step, take the first: a resume repeats its checkpoint's
     fingerprints.
     """
-    rows = dict[int, Row]()
-    for table in (run.fingerprints, run.steps, run.evals):
-        for row in table:
-            rows[row["step"]] = row | rows.get(row["step"], {})
-    if rows and run.summary is not None:
-        rows[max(rows)][LAST] = run.summary.get(LAST)
-    return rows
+    tables = []
+    for rows in (run.fingerprints, run.steps, run.evals):
+        tables.append(sorted(rows, key=_STEP) if isinstance(rows, list) else rows)
+    before: tuple[int, Row] | None = None
+    for step, group in groupby(heapq.merge(*tables, key=_STEP), _STEP):
+        if before is not None:
+            yield before
+        joined: Row = {}
+        for row in group:
+            joined = row | joined
+        before = step, joined
+    if before is not None:
+        if run.summary is not None:
+            before[1][LAST] = run.summary.get(LAST)
+        yield before
+
+
+def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
+    """Yield the steps that both recorded, with the rows of both."""
+    rows = _rows_of(first), _rows_of(second)
+    here, there = (next(x, None) for x in rows)
+    while here is not None and there is not None:
+        step = min(here[0], there[0])
+        if here[0] == there[0]:
+            yield step, here[1], there[1]
+        if here[0] == step:
+            here = next(rows[0], None)
+        if there[0] == step:
+            there = next(rows[1], None)
 
 
 def _entries(row: Row, step: int) -> dict[str, Entry]:
