@@ -132,32 +132,6 @@ def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
     assert norms.tolist() == pytest.approx([2e-30, 2e30, 0.0, math.inf])
 
 
-@pytest.mark.parametrize("steps", [10, 40])
-def test_a_schedule_that_ran_out_is_told(steps: int, tmp_path: Path) -> None:
-    """It is stepped by each of four micro-batches; one that ends with the run is healthy."""
-    loop = Watched(record=tmp_path / "run")
-    schedule = torch.optim.lr_scheduler.LinearLR(loop.optimizer, 1.0, 0.0, total_iters=40)
-    loop.schedule = lambda step: [schedule.step() for _ in range(4)]  # type: ignore[assignment,method-assign]
-    loop.train(steps).watcher.close()
-    kinds = [(r.what, r.step, r.value) for r in ng.diagnose(tmp_path / "run").readings]
-    assert kinds == [("zero-rate", 10, 31)] * (steps == 40)
-
-
-def test_what_some_steps_lack_is_named_and_not_told(tmp_path: Path) -> None:
-    """An expert that is idle in some batches."""
-
-    def drop(loop: Watched) -> None:
-        loop.before_clip = lambda: loop.step % 2 and setattr(loop.model.shared.bias, "grad", None)  # type: ignore[assignment,method-assign]
-
-    Watched(drop, record=tmp_path / "run").train(30).watcher.close()
-    diagnosis = ng.diagnose(tmp_path / "run")
-    assert (
-        diagnosis.ok
-        and "missing-gradients of shared.bias (No gradient arrives in 50.0% of the steps"
-        in str(diagnosis)
-    )
-
-
 # ── errors of ours ─────────────────────────────────────────────────────────────────────
 
 
