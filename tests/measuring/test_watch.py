@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from corpus.loop import count
 from measuring.watched import Watched
 from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
@@ -133,44 +132,6 @@ def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
 
 
 # ── errors of ours ─────────────────────────────────────────────────────────────────────
-
-
-class Outer(torch.optim.Optimizer):
-    """A wrapper that steps by another optimizer, and never by its own ``step()``."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
-
-    def second_step(self) -> None:
-        self.inner.step()
-
-
-@pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_step_that_was_not_seen_is_skipped_only_if_weights_stand_still(
-    is_forgotten: bool, tmp_path: Path
-) -> None:
-    loop = Watched(kind=Outer, record=tmp_path / "run")
-    loop.update = (lambda: None) if is_forgotten else loop.optimizer.second_step  # type: ignore[method-assign]
-    loop.train(30)
-    loop.watcher.close()
-    diagnosis = ng.diagnose(tmp_path / "run")
-    assert [r.what for r in diagnosis.readings] == ["skipped-steps"] * is_forgotten
-    assert is_forgotten != ("optimizer.step() was not seen" in str(diagnosis))
-
-
-def test_a_gradient_inside_the_loss_keeps_none() -> None:
-    """torch.autograd.grad comes before zero_grad(), and the backward pass from nothing after it."""
-    loop = Watched()
-    names = [*loop.model.parameters()]
-    for _ in range(5):
-        loss = loop.loss(loop.batches(0)[0], count(loop.batches(0)[0]))
-        inner = torch.autograd.grad(loss, names, create_graph=True)
-        loop.optimizer.zero_grad()
-        (loss + sum(g.square().sum() for g in inner)).backward()
-        loop.optimizer.step()
-        loop.watcher.step()
-        assert not loop.watcher.meter.last.get("kept")
 
 
 MEASURES = {
