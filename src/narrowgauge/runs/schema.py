@@ -24,8 +24,8 @@ class Column:
     """One column of a record: a row of ``data/columns.toml``, which explains the fields."""
 
     name: str
-    help: str
     type: str = "number"
+    help: str = ""
     label: str = ""
     format: str = "{}"
     stage: str = ""
