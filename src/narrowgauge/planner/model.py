@@ -49,6 +49,8 @@ def read_model(model: Any) -> Architecture:
         >>> read_model("llama-8b").num_parameters
         8030261248
     """
+    if isinstance(model, Architecture):
+        return model
     if not isinstance(model, str | Path):
         return of_config(model, type(model).__name__)
     text = str(model)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, NarrowgaugeError
@@ -24,7 +25,6 @@ from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
 from narrowgauge.planner.memory import outside_bytes
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan import answers
-from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.values import require_number
 
@@ -33,8 +33,6 @@ SAME = "nothing differs: this is the run you gave"
 BEYOND = "length beyond 4 times"
 OTHER = "another chip, program, rule or training: no interval"
 _TRUSTS = {SAME: 1.0, BEYOND: 0.0, OTHER: 0.0}
-_SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype",
-          "micro_batch", "recompute")  # fmt: skip
 _ASSUMED = {
     "chips": "cluster.chips",
     "sequence_length": "sequence_length",
@@ -168,9 +166,7 @@ class MeasuredRun:
         """Return the plan of the run: what it does not name is not searched, but its layout."""
         asked = {**self.asked, **asked}
         asked["recipes"] = asked.get("recipes") or "bfloat16/master"
-        model = asked.pop("model")
-        a = model if isinstance(model, Architecture) else read_model(model)
-        jobs, left_out = answers(a, **asked)
+        jobs, left_out = answers(read_model(asked.pop("model")), **asked)
         if len(jobs) + len(left_out) > 1:
             raise DataError(
                 f"Cannot plan from a run with recipes = {asked['recipes']!r} because a run has one.",
@@ -249,7 +245,9 @@ class MeasuredRun:
             asked["tokens_per_step"] = max(length, least * chips / self.job.cluster.chips)
         if self.asked.get("layout") and "layout" not in changes:
             asked["layout"] = {}
-            fields = {name: getattr(layout, name) for name in _SHAPE}
+            fields = asdict(layout)
+            for name in ("data", "shard", "micro_batches"):
+                del fields[name]
             with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
                 job = self._job({**asked, "layout": fields})
                 if self.peak_of(job) <= _reservable_gb(job):

@@ -67,7 +67,7 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
     """
     if tokens is not None:
         require_number("tokens", tokens, 1)
-    a = model if isinstance(model, Architecture) else read_model(model)
+    a = read_model(model)
     jobs, left_out = answers(a, **asked)
     instead: list[tuple[str, Estimate]] = []
     for change in _changes(jobs[0], asked) if advise and not jobs[0].fits else ():
