@@ -94,5 +94,5 @@ def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised() -> N
         with pytest.raises(type(error)):
             call(torch.ones(4))
     error = RuntimeError("no space left")
-    with pytest.warns(UserWarning, match=r"Cannot compile halved \(RuntimeError: no space left\)"):
+    with pytest.warns(UserWarning, match=r"Cannot run halved \(RuntimeError: no space left\)"):
         assert torch.equal(call(torch.ones(4)), torch.full((4,), 0.5))

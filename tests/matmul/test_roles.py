@@ -111,14 +111,6 @@ def test_a_merged_model_s_layers_have_the_names_that_they_have_now() -> None:
     assert names == expected
 
 
-def test_two_models_that_share_a_block_are_told() -> None:
-    shared = SwiGlu().bfloat16()
-    first, second = nn.Sequential(shared), nn.Sequential(shared)
-    swap_linears(first, "float8-row")
-    with pytest.warns(UserWarning, match="'0.gate' was narrow already.*every model"):
-        swap_linears(second, "float8-tensor")
-
-
 def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
     last = {"blocks.3.gate", "blocks.3.up", "blocks.3.down"}
     for share, expected in ((0.15, last), (0.5, last | {"blocks.2.base_layer"})):

@@ -61,7 +61,7 @@ def _(x: Tensor, weights: Tensor, offsets: Tensor, name: str, *_: Any) -> tuple[
 
 def keeps_codes(name: str) -> bool:
     """Return whether a compute saves one byte of each input value for backward: its code."""
-    return bool(name) and REGISTERED[name].kept_bytes == 1
+    return bool(name) and REGISTERED[name].keeps_codes
 
 
 def _empty_codes(x: Tensor, name: str) -> tuple[Tensor, Tensor]:

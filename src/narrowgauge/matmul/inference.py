@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.experts import PRODUCTS, Projection, take_over
@@ -39,6 +38,7 @@ from narrowgauge.numerics.widening import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.anatomy import parts
+from narrowgauge.torch_support.torch_names import tree_map_only
 
 NAMES = ("weight_codes", "weight_scales")
 """The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte, and scales of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import (
-    Linear,
     NarrowLayer,
     is_linear,
     keep_from_fused_kernels,
@@ -125,7 +123,6 @@ def swap_linears(
             roles = roles_of(model, compute.keep_last, warns=True)
     for name, (module, chosen) in chosen_layers(model, compute, keep, roles).items():
         if is_linear(module):
-            _warn_if_narrow(name, module, chosen)
             make_narrow(plain_name(name), module, chosen, seed)
         else:
             experts.swap_projection(module, name, chosen, seed)
@@ -134,17 +131,6 @@ def swap_linears(
     for layer in linears.layers.values():
         warn_if_emulated(layer.compute, layer.key.device)
     return linears
-
-
-def _warn_if_narrow(name: str, module: Any, compute: Compute) -> None:
-    """Warn of a layer that multiplies otherwise from now on, in every model that holds it."""
-    is_narrow = isinstance(module, Linear) and not module.compute.is_wide
-    if is_narrow and module.compute != compute:
-        warnings.warn(
-            f"'{name}' was narrow already: from now on it multiplies in {compute.name}, and "
-            f"not in {module.compute.name}, in every model that holds it.",
-            stacklevel=3,
-        )
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -29,7 +29,7 @@ from narrowgauge.measuring.units import FINEST, unit_of
 from narrowgauge.measuring.weights import Same, bare_name, compare_weights, with_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
-from narrowgauge.torch_support.torch_names import map_tensors, unwrapped_model
+from narrowgauge.torch_support.torch_names import tree_map_only, unwrapped_model
 
 MARGIN = 4.0
 """Bounds over the roundings of one pass."""
@@ -171,7 +171,7 @@ class Recording:
             other = next(forced, None)
             return x if other is None else other.to(x.dtype, copy=True)
 
-        values = map_tensors(taken, values)
+        values = tree_map_only(Tensor, taken, values)
         if tensors:
             self.outputs[place] = [x.clone() for x in tensors]
             if self.wide is not None and all(map(self.wide.follows, tensors)):

@@ -51,8 +51,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a [rows, contraction] · b [contraction, columns]``, or of stacks, in their own
-    dtype, on any processor.
+    """Return ``a [rows, contraction] · b [contraction, columns]`` in their own dtype, on any
+    processor.
     """
     if not is_widened(a.dtype, a.device.type):
         return a @ b

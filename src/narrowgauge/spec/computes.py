@@ -318,15 +318,17 @@ class Compute:
 
     @cached_property
     def keeps_codes(self) -> bool:
-        """Return whether ``grad_weight`` reuses the input's codes, so that only these are saved for
-        backward.
+        """Return whether ``grad_weight`` reuses the input's codes of a byte, so that only these are
+        saved for backward.
         """
-        return not self.is_wide and self.output.left.serves(self.grad_weight.right)
+        lhs = self.output.left
+        has_codes = bool(lhs.carrier) and lhs.block is None
+        return has_codes and lhs.serves(self.grad_weight.right)
 
     @property
     def kept_bytes(self) -> float:
         """Return the bytes saved for backward per element of the input."""
-        if self.keeps_codes and self.output.left.carrier and self.output.left.block is None:
+        if self.keeps_codes:
             return 1
         format = self.output.left.format if self.is_wide else self.dtype
         return bytes_per_number(format)

@@ -145,7 +145,7 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], str]) -> str
                 raise  # another call may have the memory
             is_final = not isinstance(error, OSError)
             line = str(error).partition("\n")[0][:160]
-            reason = f"Cannot compile {name} ({type(error).__name__}: {line})"
+            reason = f"Cannot run {name} ({type(error).__name__}: {line})"
         if is_final:
             _reasons[key] = reason
         if reason:

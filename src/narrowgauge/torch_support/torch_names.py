@@ -51,6 +51,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # ── public PyTorch, in few words ──────────────────────────────────────────────────────────────────
 
@@ -122,13 +123,6 @@ def look_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | N
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return lambda others: len(others) == len(sizes) and bool(guards.check(*others))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return the same structure with the function applied to every tensor."""
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(Tensor, function, value)
 
 
 # ── autograd, hooks, modules ──────────────────────────────────────────────────────────────────────

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.torch_support.extension import extended_class
-from narrowgauge.torch_support.torch_names import map_tensors
+from narrowgauge.torch_support.torch_names import tree_map_only
 
 # The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or
 # this number.
@@ -459,4 +459,4 @@ _RULE_OF: dict[str, type[_Ruled]] = {
 
 
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
-    return map_tensors(lambda x: value_of(x) if isinstance(x, Scaled) else x, result)
+    return tree_map_only(Scaled, value_of, result)
