@@ -233,13 +233,6 @@ class Training:
             if is_judged and not self.evaluate(step):
                 break
 
-    def edq(self) -> float | None:
-        """Return the effective descent quality of the last audit."""
-        total = ng.audit(self.optimizer).total if self.is_ours else None
-        if total is None or not math.isfinite(total.edq):
-            return None
-        return total.edq
-
 
 def outliers(model: nn.Module, blocks: Tensor) -> dict[str, float]:
     """Return the worst inputs of ``down_proj`` over all layers, and what float8 costs there.
@@ -317,7 +310,6 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
         "losses": training.losses,
         "unigram": start.unigram,
         "bytes_per_param": bytes_per_param(training.optimizer),
-        "edq": training.edq(),
         "rose": training.rose,
         "alarm": training.alarm,
         "outliers": training.outliers,
