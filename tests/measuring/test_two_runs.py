@@ -28,12 +28,19 @@ ROUNDED = 1 + 1e-6
 
 
 def make_run(
-    name: str, changed: Any = None, *, prints: bool = True, steps: int = 4, **tables: Any
+    name: str,
+    changed: Any = None,
+    *,
+    prints: bool = True,
+    steps: int = 4,
+    dtype: str = "",
+    **tables: Any,
 ) -> Run:
     """Make a run whose tensors differ from another's where ``changed`` says.
 
     Args:
         changed: ``(step, tensor)`` to the factor of that tensor's norm.
+        dtype: of all tensors.
         tables: of ``run.toml``, added to what every run has.
     """
     table: dict[str, Any] = {"config": SETTINGS, "machine": {"num_threads": 2}}
@@ -45,6 +52,7 @@ def make_run(
         for number, key in enumerate(TENSORS):
             factor = (changed or {}).get((step, key), 1.0)
             row[key] = [2000 * step + 2 * number + (factor != 1), 2.0 * factor, NUMEL]
+            row[key] += [dtype] * bool(dtype)
         loss = 3.0 + row["output:layers.1"][1]
         run.steps.append({"step": step, "loss": loss, "lr": 1e-3, "grad_norm": 2.0})
         if prints:
@@ -129,6 +137,9 @@ REACH: list[tuple[dict[str, Any], Any, float, float]] = [
     # 32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4; at least 2^-20.
     ({}, (2, "grad:layers.1"), 1.00012, 1.00013),
     ({"config": WIDE}, (2, "exp_avg:layers.1"), 1 + 9e-7, 1 + 1.1e-6),
+    # What the outputs say counts, and the format of the weights alone for what is stored in it.
+    ({"dtype": "float32"}, (2, "grad:layers.1"), 1 + 9e-7, 1 + 1.1e-6),
+    ({"dtype": "float32"}, (2, "exp_avg:layers.1"), 1.00012, 1.00013),
     # Of the mean of 2^12 tokens.
     ({"config": WIDE, "prints": False}, "loss", 1 + 8e-7, 1 + 3e-5),
     # Of the 2^21 elements of all gradients.

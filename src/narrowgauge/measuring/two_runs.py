@@ -78,8 +78,8 @@ class Entry:
             rank = 0
         return self.column.name == LAST, STAGES.index(self.column.stage), rank
 
-    def bound(self, other: Entry, u: float | None) -> float | None:
-        """Return the difference that rounding explains; ``None`` if that is not known."""
+    def bound(self, other: Entry, u: float) -> float | None:
+        """Return the difference that rounding explains, of a unit roundoff; ``None`` if that is not known."""
         unit = self.column.unit
         if unit == "share":
             return SHARE
@@ -91,7 +91,7 @@ class Entry:
         if unit not in LEAST:
             return 0.0
         count = 1 if unit == "size" else self.count
-        if u is None or not count:
+        if u == math.inf or not count:
             return None
         return max(ENVELOPE * u / math.sqrt(count), LEAST[unit]) * size
 
@@ -117,8 +117,8 @@ class TwoRuns(Readings):
         if first.path.name == second.path.name:
             self.names = [str(first.path), str(second.path)]
         self.settings = settings_diff(first.run, second.run)
-        units = _roundoff(first), _roundoff(second)
-        u = None if None in units else max(filter(None, units))
+        units = _roundoffs(first), _roundoffs(second)
+        u = tuple(map(max, *units))
         is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
         details: list[str] = []
         self.is_rounding = self.is_complete = False
@@ -138,7 +138,7 @@ class TwoRuns(Readings):
                 break
         self.verdict = self._verdict(num_steps)
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
-        if u is None and self.readings and self.readings[0].bound is None:
+        if math.inf in u and self.readings and self.readings[0].bound is None:
             words = "No format of the outputs is recorded, so no bound of rounding is known."
             self.lines.append(words)
         pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
@@ -190,17 +190,24 @@ class TwoRuns(Readings):
         return super().to_dict() | {name: getattr(self, name) for name in names}
 
 
-def _roundoff(run: Run) -> float | None:
-    """Return the coarsest unit roundoff of what a run computed: of its recipe, or of the recorded outputs
-    of its modules; ``None`` without these.
+def _roundoffs(run: Run) -> tuple[float, float]:
+    """Return the coarsest unit roundoff of what a run computed, as its recorded outputs say, or else its
+    recipe; and of what it stored. Infinity stands for an unknown one.
     """
     recipe = recipe_of(run)
-    names = [] if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
+    computed = set[str]()
     for row in islice(run.fingerprints, 2):
         for key, entry in (row.get("tensors") or {}).items():
             if key.startswith("output:"):
-                names += filter(FORMATS.__contains__, map(str, entry[3:4]))
-    return max([FORMATS[name].epsilon / 2 for name in names], default=None)
+                computed.update(map(str, entry[3:4]))
+    if recipe is not None and computed.isdisjoint(FORMATS):
+        computed.add(recipe.compute.dtype)
+    stored = computed if recipe is None else computed | {recipe.storage.visible}
+    return _coarsest(computed), _coarsest(stored)
+
+
+def _coarsest(names: set[str]) -> float:
+    return max([FORMATS[name].epsilon / 2 for name in names & FORMATS.keys()], default=math.inf)
 
 
 def _rows_of(run: Run) -> Iterator[tuple[int, Row]]:
@@ -267,7 +274,7 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
 
 
 def _differences(
-    step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: float | None
+    step: int, here: Mapping[str, Entry], there: Mapping[str, Entry], u: Sequence[float]
 ) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
     kinds = [{x.column.name for x in entries.values() if x.tensor} for entries in (here, there)]
@@ -282,7 +289,8 @@ def _differences(
         what = key
         if entry.tensor:
             what = "bits" if entry.value is None else "norm"
-        numbers = entry.value, one.value, one.bound(entry, u)
+        is_stored = STAGES.index(entry.column.stage) >= STAGES.index("optimizer step")
+        numbers = entry.value, one.value, one.bound(entry, u[is_stored])
         reading = Reading(step, stage, entry.tensor, what, *numbers)
         if one.bits != entry.bits and (entry.column is not OTHER or reading.excess > 1):
             yield reading
