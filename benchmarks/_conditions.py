@@ -68,8 +68,7 @@ def digest(name: str) -> str:
         rule, _, storage = row.partition(" ")
         return " ".join(golden_steps.steps(rule, storage).split()[:2])
     if section == "linear layers":
-        with golden_steps.pretending():
-            return golden_steps.linear(golden_steps.computes()[row])
+        return golden_steps.linear(golden_steps.computes()[row])
     if section == "package":
         return (installed_version(row) or "missing").partition("+")[0]
     return hashlib.sha256((ROOT / row).read_bytes()).hexdigest()[:16]

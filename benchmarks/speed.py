@@ -23,7 +23,6 @@ for AVX2.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -234,10 +233,10 @@ def first_step(storage: str) -> float:
     return time.perf_counter() - began
 
 
-def first_steps(storages: Sequence[str]) -> list[Row]:
-    """Return the seconds of first steps."""
+def report_first(rounds: int, is_quick: bool) -> None:
+    """Measure and print the seconds of first steps."""
     rows = []
-    for storage in storages:
+    for storage in STORAGES[:1] if is_quick else STORAGES:
         row: Row = {"": storage}
         with tempfile.TemporaryDirectory() as folder:
             # Clipping compiles the norm with Inductor, which has a cache of its own.
@@ -245,7 +244,7 @@ def first_steps(storages: Sequence[str]) -> list[Row]:
             for cache in ("empty", "warm"):
                 row[f"{cache} cache s"] = fresh(first_step, storage, **caches)
         rows.append(row)
-    return rows
+    show("first step", rows)
 
 
 def resident(key: str) -> int:
@@ -277,15 +276,15 @@ def memory_of_a_step(storage: str) -> float:
     return (resident("VmHWM") - before) / sum(p.numel() for p in model.parameters())
 
 
-def memory() -> list[Row]:
-    """Return the memory of a step in each storage."""
+def report_memory(rounds: int, is_quick: bool) -> None:
+    """Measure and print the memory of a step in each storage."""
     rows: list[Row] = []
-    for storage in ("master", "collage-plus", "collage-light", "word"):
+    for storage in ("master",) if is_quick else ("master", "collage-plus", "collage-light", "word"):
         # Free memory goes back to the system at once.
         settings = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
         rows.append({"": storage, "measured": fresh(memory_of_a_step, storage, **settings)})
         rows[-1]["less master's"] = f"{rows[-1]['measured'] / rows[0]['measured'] - 1:+.1%}"
-    return rows
+    show("memory of a step, bytes a parameter", rows)
 
 
 # ── a watched loop ────────────────────────────────────────────────────────────────────────────────
@@ -310,47 +309,38 @@ def loop(name: str, shape: tuple[int, int], is_watched: bool) -> Callable[[], No
     return step
 
 
-def watched(name: str, shape: tuple[int, int], rounds: int) -> None:
-    """Report what a watch costs."""
-    contenders = []
-    for title, is_watched in (("unwatched", False), ("watched", True)):
-        contenders.append(Contender(title, loop(name, shape, is_watched)))
-    rows = measure(contenders, rounds=rounds)
-    show(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
+def report_watch(rounds: int, is_quick: bool) -> None:
+    """Measure and print what a watch costs."""
+    name, shapes = ("llama-1m", [(2, 64)]) if is_quick else ("llama-8m", [(8, 64), (8, 256)])
+    for shape in shapes:
+        contenders = []
+        for title, is_watched in (("unwatched", False), ("watched", True)):
+            contenders.append(Contender(title, loop(name, shape, is_watched)))
+        rows = measure(contenders, rounds=rounds)
+        show(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
-PARTS = ("steps", "layers", "first", "watch", "memory")
-
-
-def report_part(part: str, options: argparse.Namespace) -> None:
-    """Measure and print one part."""
-    quick = options.quick
-    rounds = 2 if quick else options.rounds
-    if part == "steps":
-        report_steps(rounds, quick)
-    elif part == "layers":
-        report_layers(rounds, quick)
-    elif part == "first":
-        show("first step", first_steps(STORAGES[:1] if quick else STORAGES))
-    elif part == "watch":
-        name, shapes = ("llama-1m", [(2, 64)]) if quick else ("llama-8m", [(8, 64), (8, 256)])
-        for shape in shapes:
-            watched(name, shape, rounds)
-    elif not quick:
-        show("memory of a step, bytes a parameter", memory())
+PARTS = {
+    "steps": report_steps,
+    "layers": report_layers,
+    "first": report_first,
+    "watch": report_watch,
+    "memory": report_memory,
+}
 
 
 def main() -> int:
     """Measure and print."""
     flags = parser(__doc__, rounds=9)
-    flags.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    flags.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
     options = flags.parse_args()
     warnings.simplefilter("ignore")
     begin("speed", options, peers=PACKAGES)
+    rounds = 2 if options.quick else options.rounds
     for part in options.only:
-        report_part(part, options)
+        PARTS[part](rounds, options.quick)
     return 0
 
 
