@@ -159,20 +159,6 @@ def test_a_step_that_the_loop_left_out_has_a_row(tmp_path: Path) -> None:
     assert [row["step"] for row in run.steps] == [*range(1, 9)] and "lr" not in run.steps[1]
 
 
-@pytest.mark.parametrize("is_left_out", [True, False])
-def test_a_step_without_numbers_says_nothing_of_its_optimizer(
-    tmp_path: Path, is_left_out: bool
-) -> None:
-    """After the third step it is told what is not measured. Its gradient may be NaN."""
-    with begin(tmp_path / "run", nn.Linear(8, 8), resume=True) as recorder:  # of nothing
-        train(recorder, range(2))
-        if is_left_out:
-            recorder.step(1.0)
-        else:
-            train(recorder, range(1), scale=math.nan)
-    assert "stored share of the step" not in unseen_of(ng.read_run(tmp_path / "run"))
-
-
 def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
     """A critic that steps twice for each step of its generator; a schedule steps before the row."""
     model = nn.ModuleDict({"critic": nn.Linear(4, 4), "generator": nn.Linear(4, 4)})

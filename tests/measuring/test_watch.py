@@ -103,6 +103,17 @@ def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large() -> None:
     assert "Gradients of norm" in words[0] and "the limit is 0.01" in words[0]
 
 
+def test_one_of_two_optimizers_has_no_clip_of_its_own(tmp_path: Path) -> None:
+    def part(loop: Watched) -> None:
+        loop.optimizer.param_groups[0]["params"] = [loop.model.head.weight]
+        loop.clip = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)  # type: ignore[method-assign]
+
+    loop = Watched(part, max_grad_norm=0.01, record=tmp_path / "run")
+    loop.after_step = lambda loss: loop.watcher.step(loss, grad_norm=1.0)
+    loop.train(4).watcher.close()
+    assert ng.diagnose(tmp_path / "run").ok
+
+
 def test_an_unknown_kind_is_refused_and_a_known_one_is_silent() -> None:
     with pytest.raises(ng.errors.RecipeError, match="Did you mean 'clip-norm'"):
         Watched(ignore=["clip-nrm"])

@@ -82,6 +82,9 @@ class Meter(Listener):
         self.names = {p: name for name, p in set_up.parameters.items()}
         self._masters: dict[Tensor, Tensor] = {}
         members = {*members_of(*self.hub.optimizers)}
+        if set_up.missing and self.limit:
+            self.limit = None  # the norm that reaches it is of another optimizer, too
+            self.unseen["the clip"] = "the optimizers passed hold a part of the model"
         for stepped in set_up.stepped:
             weight = set_up.parameters.get(stepped.name)
             self.names[stepped.parameter] = stepped.name
@@ -364,8 +367,6 @@ def _on_ranks(numbers: Mapping[str, float]) -> list[str]:
     """Return the tensors that differ between ranks, each with the only rank that has another one."""
     names = []
     for name, number in numbers.items():
-        if number > 0:
-            names.append(f"{name} on rank {number - 1:.0f}")
-        elif number < 0:
-            names.append(name)
+        if number:
+            names.append(f"{name} on rank {number - 1:.0f}" if number > 0 else name)
     return names

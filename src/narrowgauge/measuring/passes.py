@@ -160,9 +160,8 @@ class Passes:
             with Constants(wide) if has_constants else nullcontext():
                 loss = call()
             for name, gradient in named_gradients(self.leaves).items():
-                gradients[name] = gradient.detach().clone()
-                if gradient.is_sparse:
-                    gradients[name] = gradient.detach().to_dense()
+                x = gradient.detach()
+                gradients[name] = x.to_dense() if x.is_sparse else x.clone()
             # Numbers that each call draws anew from a seed are others for other shapes.
             is_whole = len(self.parts) * all_ranks().size == 1
             draws = generators() != before or (wide.draws and not is_whole)

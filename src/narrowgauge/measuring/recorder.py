@@ -230,13 +230,13 @@ class RunRecorder:
 
     def _tell_unseen(self) -> None:
         """Tell what is not measured, each with its reason."""
-        unseen = self.meter.unseen
-        for area, reason in unseen.items():
+        areas = []
+        for area, reason in self.meter.unseen.items():
             self.event("unseen", reason, tensor=area)
+            areas.append(f"{area} ({reason})")
         if self.folder is None and self._here.is_first:
-            areas = [f"{area} ({reason})" for area, reason in unseen.items()] or ["nothing"]
             number = counted(len({*self.meter.names.values()}), "tensor")
-            print(f"watch: {number}; not: {', '.join(areas)}", file=sys.stderr)
+            print(f"watch: {number}; not: {', '.join(areas) or 'nothing'}", file=sys.stderr)
 
     def evaluate(self, loss: float | Tensor) -> None:
         """Record the validation loss, in nats per token, at the current step. Its time does not count

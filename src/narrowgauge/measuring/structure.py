@@ -165,7 +165,7 @@ def _add_missing(
     An expert may be idle in a batch: what no operation reads is not looked at.
     """
     answers: dict[str, list[str]] = {}
-    for name in reversed(leaves):
+    for name in reversed(leaves if step or exact else {}):
         gradient = step.get(name)
         right = exact.get(name)
         if gradient is not None and gradient.any():
@@ -179,8 +179,6 @@ def _add_missing(
                 result.unseen["gradients of exactly zero"] = "; ".join(finite.made.values())
         answers.setdefault(words, []).append(name)
     answers.pop("", None)
-    if not step and not exact:
-        return
     idle = answers.pop(UNREAD, None)
     if idle:
         result.unseen[f"gradients of {of_all(idle)}"] = UNREAD
