@@ -97,6 +97,18 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     assert raised[0].message.endswith("'word' would keep it.")
 
 
+@pytest.mark.parametrize(("storage", "is_told"), [("naive", True), ("stochastic", False)])
+def test_few_changes_of_a_random_rounding_are_chance(storage: str, is_told: bool) -> None:
+    auditor = Auditor()
+    sample: Any = SimpleNamespace(owners=[torch.zeros(1)], storage=STORAGES[storage])
+    raised = []
+    for step in range(1, WINDOW):
+        row = torch.nn.functional.pad(steps([0.0]), (0, 1), value=step)
+        auditor.fresh.append((sample, HostCopy(row)))
+        raised += auditor.collect(dict)
+    assert bool(raised) == is_told
+
+
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
 def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage: str) -> None:
     """The exact change is torch's AdamW at the stored weights, from moments that are not cut. Each
@@ -320,7 +332,7 @@ def test_a_parameter_without_states_may_become_shorter() -> None:
     assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("storage", ["word", "kahan", "float16/split"])
+@pytest.mark.parametrize("storage", ["word", "kahan", "float16/split", "exact", "float32"])
 @pytest.mark.parametrize("rule", [ng.AdamW, ng.Adam, ng.Lion])
 def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any], storage: str) -> None:
     """However few steps are audited, and whichever code steps, of gradients in two formats."""

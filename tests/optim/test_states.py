@@ -100,6 +100,17 @@ def test_a_skipped_step_does_not_count() -> None:
     assert optimizer.num_skipped == 2
 
 
+@pytest.mark.parametrize("count", [9, torch.tensor(9), torch.tensor(9.0, dtype=torch.float64)])
+def test_a_count_of_any_kind_goes_on(count: object) -> None:
+    """A kernel reads and writes float32."""
+    optimizer = trained("word")
+    optimizer.compile = None
+    first = parameters_of(optimizer)[0]
+    optimizer.state[first]["step"] = count
+    take_steps(optimizer, range(2))
+    assert float(optimizer.state[first]["step"]) == 11.0
+
+
 @pytest.mark.parametrize(
     ("storage", "place", "damaged"),
     [("word", 0, "packed"), ("compact", 0, "exp_avg_sq_bound"), ("collage-plus", 1, "exp_avg_sq_low")],

@@ -192,12 +192,10 @@ class Auditor:
     def before(self, batch: Batch, every: int) -> Sample | None:
         """Read what the next step reads of a sample. Call :meth:`after` when it has written."""
         is_audited = (batch.num_steps + 1) % every == 0
-        if not is_audited and batch.kernel.is_matrix:
+        if not is_audited and not batch.kernel.cuts_states:
             return None
         sample = self._samples.get(batch.owners[0])
-        now = batch.key, batch.num_steps, batch.versions()
-        is_next = sample and (sample.key, sample.step, sample.versions) == now
-        if not sample or not is_next or batch.num_steps % TURN == 0:
+        if not sample or sample.key != (batch.key, batch.num_steps // TURN):
             sample = self._samples[batch.owners[0]] = Sample(batch)
         sample.follow(batch, is_audited)
         return sample

@@ -148,12 +148,15 @@ class Kernel:
 
     Attributes:
         names: of the tensors of a state that a kernel reads, in the order of its table.
+        cuts_states: whether states of an elementwise rule are stored in fewer bits than it computes.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule = rule
         self.storage = storage
         self.is_matrix = isinstance(rule, MatrixRule)
+        bits = [storage.code(name).bits for name, _ in storage.states]
+        self.cuts_states = not self.is_matrix and min(bits, default=32) < 32
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
         self.names = [plane.name for plane in self.planes]

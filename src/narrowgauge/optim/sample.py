@@ -1,7 +1,7 @@
 """The sample of an audit: elements of each tensor, with moments that no storage cuts.
 
-Each step reads the gradients of the sample, and steps moments of its own in float32. An audited step
-reads what is stored before and after it, too.
+Where states are stored in fewer bits, each step reads the gradients of the sample, and steps moments
+of its own in float32. An audited step reads what is stored before and after it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Sample:
 
     Attributes:
         owners, storage: the parameters, and where they are stored.
-        key, versions: of their batch. If a script has pruned moments, a new sample begins with them.
-        step: the steps that the states have taken.
+        key: of their batch, and its turn.
+        step, versions: the steps that the states have taken, and the versions of their tensors. If
+            these are others than the last step left, the moments begin anew with what is stored.
         before: the elements before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
     """
@@ -59,15 +60,15 @@ class Sample:
         self.kernel = batch.kernel
         self.storage = batch.kernel.storage
         self.owners = batch.owners
-        self.key = batch.key
-        self.versions = batch.versions()
-        self.step = batch.num_steps
+        self.key = batch.key, batch.num_steps // TURN
+        self.step = -1
+        self.versions: list[int] = []
         self.before: Lane | None = None
         most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(batch.forms)))
         elements = []
         blocks = []
         for rows, columns in batch.forms:
-            taken = sample_of(rows * columns, most, batch.num_steps // TURN)
+            taken = sample_of(rows * columns, most, self.key[1])
             places = torch.arange(taken.start, taken.stop, taken.step, device="cpu")
             elements.append(places)
             blocks.append(places // columns * -(-columns // BLOCK) + places % columns // BLOCK)
@@ -75,15 +76,10 @@ class Sample:
         self._blocks = torch.cat(blocks)
         self.counts = torch.tensor(list(map(len, elements)), device="cpu")
         self._tensors = torch.repeat_interleave(self.counts).int()
-        states = self.kernel.rule.states if isinstance(self.kernel.rule, Rule) else ()
-        shape = 1 + len(states), len(self._elements)
+        shape = len(self.storage.states) + 1, len(self._elements)
         values = torch.empty(shape, dtype=codes.value_dtype(self.storage), device=batch.device)
-        self.change: Any = values[-1]
         self._moments = values[:-1]
-        if states:
-            lane = self._lane(batch)
-            for moment, name in zip(self._moments, states, strict=True):
-                moment.copy_(codes.read_state(self.storage, lane, name))
+        self.change: Any = values[-1]
 
     def _table(self, batch: Batch) -> Table | None:
         """Return the table of a batch, if C++ reads its memory as it is."""
@@ -128,9 +124,15 @@ class Sample:
     def follow(self, batch: Batch, is_audited: bool) -> None:
         """Step the exact moments. Before an audited step, copy what is stored."""
         rule = self.kernel.rule
+        last = self.step, self.versions
+        self.step, self.versions = batch.num_steps, batch.versions()
         self.before = None
         if is_audited:
             self.before = self._lane(batch)
+        if last != (self.step, self.versions) and isinstance(rule, Rule):
+            lane = self.before or self._lane(batch)
+            for moment, name in zip(self._moments, rule.states, strict=True):
+                moment.copy_(codes.read_state(self.storage, lane, name))
         table = self._table(batch)
         if table is not None and isinstance(rule, Rule):
             numbers = batch.numbers
