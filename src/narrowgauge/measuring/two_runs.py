@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -44,7 +44,6 @@ SHARE = 0.05
 LAST = "weights_fingerprint"
 """The hash of the final weights, which is compared behind all else."""
 _OWN_TIMES = ("seconds", "per_second", "bytes")
-_STEP = itemgetter("step")
 OTHER = Column("", "number", "", stage="optimizer step", unit="other")
 """A column of the loop's own. Its numbers may differ by a twentieth: no unit is known."""
 
@@ -210,42 +209,32 @@ def _coarsest(names: set[str]) -> float:
     return max([FORMATS[name].epsilon / 2 for name in names & FORMATS.keys()], default=math.inf)
 
 
-def _rows_of(run: Run) -> Iterator[tuple[int, Row]]:
-    """Yield each step in order with one row: its columns, its evaluation, and its fingerprints; at the
-    last step that of the final weights.
+def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
+    """Yield each step that both recorded, with the columns, the evaluation and the fingerprints of both; at
+    the last step those of the final weights.
 
     If a table has several rows of a step, take the first: a resume repeats its checkpoint's
     fingerprints.
     """
     tables = []
-    for rows in (run.fingerprints, run.steps, run.evals):
-        tables.append(sorted(rows, key=_STEP) if isinstance(rows, list) else rows)
-    before: tuple[int, Row] | None = None
-    for step, group in groupby(heapq.merge(*tables, key=_STEP), _STEP):
-        if before is not None:
-            yield before
-        joined: Row = {}
-        for row in group:
-            joined = row | joined
-        before = step, joined
-    if before is not None:
+    for side, run in enumerate((first, second)):
+        end: list[Row] = []
         if run.summary is not None:
-            before[1][LAST] = run.summary.get(LAST)
-        yield before
+            end = [{"step": run.last_step.get("step", 0), LAST: run.summary.get(LAST)}]
+        for rows in (run.fingerprints, run.steps, run.evals, end):
+            in_order = sorted(rows, key=itemgetter("step")) if isinstance(rows, list) else rows
+            tables.append(zip(in_order, repeat(side), strict=False))
+    merged = heapq.merge(*tables, key=_step_of)
+    for step, group in groupby(merged, _step_of):
+        joined: list[Row] = [{}, {}]
+        for row, side in group:
+            joined[side] = row | joined[side]
+        if all(joined):
+            yield step, joined[0], joined[1]
 
 
-def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
-    """Yield the steps that both recorded, with the rows of both."""
-    rows = _rows_of(first), _rows_of(second)
-    here, there = (next(x, None) for x in rows)
-    while here is not None and there is not None:
-        step = min(here[0], there[0])
-        if here[0] == there[0]:
-            yield step, here[1], there[1]
-        if here[0] == step:
-            here = next(rows[0], None)
-        if there[0] == step:
-            there = next(rows[1], None)
+def _step_of(entry: tuple[Row, int]) -> int:
+    return int(entry[0]["step"])
 
 
 def _entries(row: Row, step: int) -> dict[str, Entry]:
