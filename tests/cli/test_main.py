@@ -66,7 +66,7 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     (tmp_path / "mine.toml").write_text('like = "H100-SXM"\n')
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
-    (tmp_path / "llama3_8b.toml").write_text(TITAN_CONFIG)
+    (tmp_path / "titan.json").write_text(TITAN_CONFIG)
     (tmp_path / "train.log").write_text(TITAN_LOG)
     lines = []
     for words in ("", "plan", "plan run", "plan next", "plan scaling"):

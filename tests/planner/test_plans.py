@@ -373,10 +373,8 @@ def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
 
 def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(TITAN_LOG)
-    (tmp_path / "llama3_8b.toml").write_text(TITAN_CONFIG)
-    words = (
-        f"config={tmp_path / 'llama3_8b.toml'} log={tmp_path / 'train.log'} chip=H100-SXM chips="
-    )
+    (tmp_path / "titan.json").write_text(TITAN_CONFIG)
+    words = f"config={tmp_path / 'titan.json'} log={tmp_path / 'train.log'} chip=H100-SXM chips="
     run = read_measured(f"{words}4")
     assert run.tokens_per_second == 4 * 5_615 and run.peak_gb == pytest.approx(
         44.84 * 1.0737, rel=1e-3
@@ -386,9 +384,10 @@ def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) ->
     assert run.job.tokens_per_second == pytest.approx(4 * 5_615, rel=0.15)
     assert run.counted_gb == pytest.approx(run.peak_gb, rel=0.1)
     assert read_measured(f"{words}8 layout=context=1").job.layout.shard == 8
-    (tmp_path / "llama3_8b.toml").write_text('model = "llama3"')
-    with pytest.raises(DataError, match="does not say its model"):
-        read_measured(f"{words}8")
+    for content in ("", "{}", "[]", TITAN_CONFIG.replace('"8B"', "8")):
+        (tmp_path / "titan.json").write_text(content)
+        with pytest.raises(DataError, match="Let torchtitan write it"):
+            read_measured(f"{words}8")
 
 
 def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path: Path) -> None:

@@ -16,13 +16,12 @@ from narrowgauge.runs.atomic_io import damaged
 from narrowgauge.runs.foreign_logs import SOURCE
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.toml import load_data, read_file
+from narrowgauge.spec.toml import read_file
 
 _ADVICE = (
     "Name a run folder, a log or a TOML file, or write in quotes what they do not say: "
     "'log=train.log model=llama-8b chip=H100-SXM chips=8', or tokens_per_second=53336 for a log."
 )
-_PLACES: dict[str, dict[str, list[str]]] = load_data("logs", "planner")["torchtitan"]
 Asked = dict[str, Any]
 """Arguments of :class:`MeasuredRun`."""
 
@@ -46,7 +45,7 @@ def read_measured(text: str) -> MeasuredRun:
         raise DataError(f"Cannot plan from {text!r} because it is not there.", _ADVICE)
     config, log = str(asked.pop("config", "")), str(asked.pop("log", ""))
     if config:
-        table = of_torchtitan(read_file(folder / config, "configuration", _ADVICE))
+        table = of_torchtitan(folder / config)
         layout = {**table["layout"], **read_layout(asked.get("layout", ""))}
         asked = {**table, **asked, "layout": layout}
     if log:
@@ -59,41 +58,45 @@ def read_measured(text: str) -> MeasuredRun:
     return MeasuredRun(**asked)
 
 
-def _written(table: Asked, places: dict[str, list[str]]) -> Asked:
-    """Return the values at places of a table by name, the last that is there."""
-    values: Asked = {}
-    for name, keys in places.items():
-        for place in keys:
-            value: Any = table
-            for key in place.split("."):
-                value = isinstance(value, dict) and value.get(key)
-            if value:
-                values[name] = value
-    return values
-
-
-def of_torchtitan(table: Asked) -> Asked:
-    """Return the arguments that a configuration of torchtitan says."""
-    said = _written(table, _PLACES["run"])
-    length = said.get("sequence_length", 2048)
-    layout = {"data": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3,
-              "micro_batch": 1, "recompute": "selective", **_written(table, _PLACES["layout"])}  # fmt: skip
-    if layout["pipeline"] > 1:
-        layout["zero"] = 2
-    asked = {"sequence_length": length, "layout": layout, "program": "torchtitan"}
-    if said.get("sequences", 0) > 0:
-        asked["tokens_per_step"] = said["sequences"] * length
-    else:
-        layout["micro_batches"] = 1
-    if "is_compiled" not in said:
-        asked["program"] = "torchtitan,kernels=eager,loss=whole"
-    compute = "bfloat16"
-    if "float8" in str(said.get("converters")):
-        compute = "float8-row" if "row" in str(said.get("float8")) else "float8-tensor"
-    asked["recipes"] = f"{compute}/float32"
-    if "model" in said and "flavor" in said:
-        size = str(said["flavor"]).lower().partition("_")[0]
-        asked["model"] = f"{said['model']}-{size}".replace("llama3", "llama")
+def of_torchtitan(file: Path) -> Asked:
+    """Return the arguments that a configuration of torchtitan says, as its ``debug.save_config_file``
+    writes it. It does not say whether layers multiply in float8.
+    """
+    try:
+        table = json.loads(file.read_bytes())
+        spec, training, parallel = table["model_spec"], table["training"], table["parallelism"]
+        layout = {
+            "data": parallel["data_parallel_replicate_degree"],
+            "zero": 3,
+            "recompute": "none",
+        }
+        for axis in ("tensor", "pipeline", "context", "expert"):
+            layout[axis] = parallel[f"{axis}_parallel_degree"]
+        layout["micro_batch"] = training["local_batch_size"]
+        if layout["pipeline"] > 1:
+            layout["micro_batch"] = parallel["pipeline_parallel_microbatch_size"]
+        checkpointing = table["activation_checkpoint"]
+        if checkpointing is not None:  # a class of its own for each kind
+            is_selective = "force_recompute_mm_shapes_by_fqns" in checkpointing
+            layout["recompute"] = "selective" if is_selective else "full"
+        program = "torchtitan"
+        if not table["compile"]["enable"]:
+            program += ",kernels=eager,loss=whole"
+        if "num_chunks" in table["loss"]:
+            program += ",loss=chunked"
+        length = training["seq_len"]
+        size = spec["flavor"].lower().partition("_")[0]
+        model = f"{spec['name']}-{size}".replace("llama3", "llama")
+        asked = {"model": model, "sequence_length": length, "layout": layout, "program": program}
+        if training["global_batch_size"] > 0:
+            asked["tokens_per_step"] = training["global_batch_size"] * length
+        else:
+            layout["micro_batches"] = training["local_batch_size"] // layout["micro_batch"]
+    except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
+        raise DataError(
+            f"Cannot read the configuration {file}: {type(error).__name__}: {error}.",
+            "Let torchtitan write it: --debug.save_config_file config.json.",
+        ) from error
     return asked
 
 
