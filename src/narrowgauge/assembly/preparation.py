@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW
 
 def prepare(
     model: nn.Module,
-    recipe: str | Path | Recipe = "bfloat16/word",
+    recipe: str | Recipe = "bfloat16/word",
     *,
     optimizer: Callable[..., OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
     seed: int = 0,
