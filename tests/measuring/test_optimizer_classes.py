@@ -109,7 +109,7 @@ def trained(case: str, watched: bool) -> tuple[list[Tensor], list[str]]:
                 closure()
                 optimizer.step()
     if watch is not None:
-        watch.remove()
+        watch.close()
         assert watch.num_steps == steps
         assert not any("from step" in reason for reason in watch.meter.unseen.values())
     told = [str(warning.message) for warning in caught if warning.category is RunNotice]

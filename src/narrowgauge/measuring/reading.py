@@ -136,7 +136,7 @@ def failure_of(title: str, error: Exception) -> str:
 MAX_ROWS = 10
 MAX_SENTENCES = 8
 """Maximum number of printed rows, and of printed sentences. JSON has all."""
-_SHOWN = ("step", "stage", "tensor", "what", "value", "expected", "bound")
+_SHOWN = {name: name for name in Reading.__slots__}
 
 
 class Readings(Sequence[Reading]):
@@ -200,8 +200,7 @@ class Readings(Sequence[Reading]):
             if reading.text:
                 sentences.setdefault(reading.what, f"{reading.what}: {reading.text}")
         if self.readings:
-            table = Table(list(self.readings[:MAX_ROWS]), dict(zip(_SHOWN, _SHOWN, strict=True)))
-            lines += table.plain().splitlines()
+            lines += Table(self.readings[:MAX_ROWS], _SHOWN).plain().splitlines()
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")
         if len(self) > MAX_ROWS:

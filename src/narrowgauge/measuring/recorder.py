@@ -318,8 +318,6 @@ class RunRecorder:
             else:
                 self.event("stop", "the loop ended before its last step")
 
-    remove = close
-
     def __enter__(self) -> RunRecorder:
         return self
 
