@@ -70,7 +70,7 @@ def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     assert forward == ["tokens:batch", *(f"output:{name}" for name in "013")]
     assert [key for key in rows[2] if key not in forward] == [
         *(f"grad:{name}" for name in reversed(names)),
-        *(f"{kind}:{name}" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in names),
+        *(f"{kind}:{name}" for name in names for kind in ("weight", "exp_avg", "exp_avg_sq")),
     ]
     assert [row["output:1"][2] for step, row in rows.items() if step] == [4 * 8 * 32] * STEPS
     assert rows[0]["weight:1.weight"][1] == pytest.approx(float(model_of()[1].weight.norm()))

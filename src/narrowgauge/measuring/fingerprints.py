@@ -146,15 +146,12 @@ class Fingerprints(Listener):
         self._rows.append({"step": step, "tensors": joined})
 
     def _stored(self, step: int) -> Entries:
-        """Return the entries of weights and states, kind by kind."""
-        by_kind: dict[str, dict[str, Tensor]] = {}
+        """Return the entries of weights and states."""
+        tensors = {}
         for p, name in self._names.items():
             for kind, tensor in _stored(self.optimizer, p, step):
-                by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
-        entries = Entries()
-        for tensors in by_kind.values():
-            entries |= _entries_of(tensors)
-        return entries
+                tensors[f"{kind}:{name}"] = tensor
+        return _entries_of(tensors)
 
     def end(self) -> None:
         """Record nothing more."""
