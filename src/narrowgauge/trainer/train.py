@@ -89,8 +89,8 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
 
 
 def _say(words: str) -> None:
-    """Print a line. A reader that has left, such as head, ends no training."""
-    with suppress(BrokenPipeError):
+    """Print a line. A reader that has left, such as head, or a full disk ends no training."""
+    with suppress(OSError):
         print(words, flush=True)
 
 
