@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import norm, proof, step_cpp, table
+from narrowgauge.optim import step as stepping
+from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.step_cpp import step_text
 from narrowgauge.spec.storages import STORAGES
@@ -187,6 +189,21 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
     for value in (1.0, -torch.inf, torch.nan):
         tensors[0][2, 2] = value
         assert_same_bits({"": norm.squares_by_kernel(tensors)}, {"": exact_squares(tensors)})
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("storage", ["word", "compact"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_step_that_a_device_skips_changes_nothing(storage: str, compiled: bool) -> None:
+    """A host asks before it steps."""
+    params = parameters(storage, [(12, 10), (7, 9)])
+    optimizer = ng.AdamW(params, storage=storage, compile=compiled, audit_every=0)
+    take_steps(optimizer, range(1))
+    before = everything(optimizer)
+    (batch,) = Roster(optimizer).batches
+    batch.prepare(optimizer.param_groups[0], torch.tensor([1.0, 1.0]))
+    stepping._write(optimizer, batch)
+    assert_same_bits(before, everything(optimizer))
 
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

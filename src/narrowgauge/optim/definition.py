@@ -41,7 +41,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
     ``step(weight, gradient, *planes, *scales, *changes, values, seed)``.
 
     The scales are float32: for each scaled code, below its block's end and back. A matrix rule has
-    one change, float32. On a CPU the step does not skip: the caller does.
+    one change, float32.
     """
     planes = planes_of(storage)
 
@@ -61,9 +61,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
         for plane in planes:
             results.append(reduce(or_, [fields[field.name] for field in plane.fields]))
         for integers, result in zip(stored, results, strict=True):
-            if not values.is_cpu:
-                result = torch.where(scalars["skip"] != 0, integers, result)
-            integers.copy_(result)
+            integers.copy_(torch.where(scalars["skip"] != 0, integers, result))
 
     return step_in_place
 

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import WORDS, exact_squares, total_over_ranks
-from narrowgauge.optim.step_cpp import norm_functions
+from narrowgauge.optim.step_cpp import TILE, norm_functions
 from narrowgauge.optim.table import FORMATS, Table, addresses_of
 from narrowgauge.torch_support.proof import draw, first_difference, why_not
 
-SPAN = 8192
-"""Elements that a program reads."""
 SLOTS = 16
 """Partial sums: additions to one address wait for each other."""
 
@@ -69,7 +67,7 @@ def difference(device: torch.device) -> str:
     """Return how a launch differs from the definition, or an empty string."""
     cases = []
     for dtype in FORMATS:
-        for size in (1, SPAN, SPAN + 9):
+        for size in (1, TILE, TILE + 9):
             for edges in (False, True):
                 cases.append(draw(dtype, (size,), edges=edges, seed=size))
     actual = squares_by_kernel([x.to(device) for x in cases]).cpu()
