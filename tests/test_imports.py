@@ -32,7 +32,6 @@ LIGHT = {
         "step",
         "settings",
         "comparison",
-        "labels",
         "laws",
         "update_laws",
         "gradient_laws",

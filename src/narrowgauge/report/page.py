@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.measuring.comparison import Comparison, interval
+from narrowgauge.measuring.comparison import Comparison, interval, run_labels, seed_of
 from narrowgauge.measuring.diagnose import Diagnosis
-from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.report.figures import COLOURS, Line, figure
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.measuring.comparison import Comparison, compare_runs
-from narrowgauge.measuring.labels import recipe_name, run_name
+from narrowgauge.measuring.comparison import Comparison, compare_runs, recipe_name, run_name
 from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_comparison, require_free
