@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,8 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     assert read(auditor.windows)["num_audits"].tolist() == [WINDOW] * 3
     assert raised[0].message.startswith("'b' stores 35% of its update")
     assert raised[0].message.endswith("'word' would keep it.")
+    larger = replace(raised[0], reading=replace(raised[0].reading, edq=1.4))
+    assert "stores 140% of its update" in larger.message and "other code" in larger.message
 
 
 @pytest.mark.parametrize(("storage", "is_told"), [("naive", True), ("stochastic", False)])

@@ -106,13 +106,21 @@ class Alarm:
         """Return one line: the tensor, the loss, the remedy."""
         if self.reading.at_end > MOST_AT_END:
             return RANGE_MESSAGE.format(self, self.reading)
-        return MESSAGE.format(self, self.reading)
+        cause = TOO_LARGE if self.reading.edq > 1 else TOO_SMALL
+        return (MESSAGE + cause).format(self, self.reading)
 
 
 MESSAGE = (
     "'{0.tensor}' stores {1.edq:.0%} of its update (EDQ {1.edq:.2f} ± {1.edq_error:.2f} over "
-    "{1.num_audits} audited steps): storage '{0.storage}' rounds the rest away, or has not the range "
-    "of its gradients. '{0.fallback}' would keep it."
+    "{1.num_audits} audited steps): "
+)
+TOO_SMALL = (
+    "storage '{0.storage}' rounds the rest away, or has not the range of its gradients. "
+    "'{0.fallback}' would keep it."
+)
+TOO_LARGE = (
+    "its moments are not those of its gradients. Storage '{0.storage}' has not their range, or other "
+    "code has changed them. '{0.fallback}' would keep them."
 )
 
 RANGE_MESSAGE = (
