@@ -275,12 +275,23 @@ def test_codes_are_compared_at_their_scales(form: str) -> None:
         assert result.rows[0]["factor"] == pytest.approx(factor, rel=0.02)
 
 
-def test_our_codes_are_compared_at_their_scales() -> None:
+@pytest.mark.parametrize("program", ["narrowgauge", "torchao"])
+def test_codes_of_a_server_are_compared_at_their_scales(program: str) -> None:
     model = model_of()
-    server = ng.quantize_for_inference(copy.deepcopy(model), "float8-row")
+    server = copy.deepcopy(model)
+    layer = server.model.layers[1].mlp.up_proj
+    if program == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(server, torchao.Int8WeightOnlyConfig())
+        scale = layer.weight.scale
+    else:
+        ng.quantize_for_inference(server, "float8-row")
+        scale = layer.weight_scales
     for pair in ((model, server), (server, model), (model, server.state_dict())):
-        assert not len(ng.same(*pair)), ng.same(*pair)
-    server.model.layers[1].mlp.up_proj.weight_scales.mul_(2)
+        result = ng.same(*pair)
+        names = {row["name"] for row in result.rows if row["codes"]}
+        assert not len(result) and f"{LAYER}.mlp.up_proj.weight" in names, result
+    scale.mul_(2)
     result = ng.same(model, server)
     assert [r.tensor for r in result] == [f"{LAYER}.mlp.up_proj.weight"], result
     assert result.rows[0]["factor"] == pytest.approx(2.0, rel=0.02)

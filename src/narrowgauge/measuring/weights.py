@@ -143,8 +143,12 @@ def weights_in(source: Weights) -> dict[str, Weight]:
                 f"Cannot read weights from {source}: {error}.", "Name another file or folder."
             ) from error
     weights = {}
+    x: Any
     for name, x in tensors.items():
-        if isinstance(x, Tensor):
+        codes = getattr(x, "qdata", None)
+        if codes is not None and codes.shape == x.shape:  # of torchao
+            weights[_plain(name)] = Weight(codes, scale=x.scale)
+        elif isinstance(x, Tensor):
             weights[_plain(name)] = Weight(x, name in buffers)
     for name, weight in [*weights.items()]:
         for end in SCALES:
@@ -215,7 +219,7 @@ def with_weights(model: Any, source: Weights) -> Any:
         if weight is None or weight.tensor.shape != p.shape or ".base_layer." in name:
             continue
         is_alike = weight.tensor.dtype == p.dtype
-        if p.element_size() == 1 and not is_alike:
+        if hasattr(p, "qdata") or (p.element_size() == 1 and not is_alike):
             raise DataError(
                 f"Cannot run the batch because {name} takes codes, and the other side has values.",
                 "Pass a module on both sides.",
