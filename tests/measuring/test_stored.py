@@ -42,6 +42,7 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     optimizer = ng.AdamW(
         [parameter], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, storage="naive", compile=False
     )
+    assert share_of(ng.check(nn.ParameterList([parameter]), optimizer)) == predicted
     for _ in range(60):
         parameter.grad = torch.randn(64, 64).bfloat16()
         optimizer.step()

@@ -97,16 +97,18 @@ def count_of(
 
 
 def _zero(step: Step) -> list[str] | None:
+    if step.arrived is None or step.skipped:
+        return None
     if step.arrived == 0 and not step.missing:
         return [""]
-    return None if step.arrived is None else step.zero or []
+    return step.zero or []
 
 
 def _flagged(flag: float | None) -> list[str] | None:
     return None if flag is None else [""] * (flag > 0)
 
 
-zero_gradients = count_of("zero-gradients", "arrived", _zero, "zero missing")
+zero_gradients = count_of("zero-gradients", "arrived", _zero, "zero missing skipped")
 missing_gradients = count_of("missing-gradients", "missing", lambda step: step.missing)
 gradients_kept = count_of("gradients-kept", "kept", lambda step: _flagged(step.kept))
 same_data = count_of("same-data", "same_data", lambda step: _flagged(step.same_data))

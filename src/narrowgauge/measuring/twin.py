@@ -74,7 +74,7 @@ class Twin:
             chosen[name] = torch.full_like(before, value) if isinstance(before, Tensor) else value
         if isinstance(optimizer, Optimizer):
             named = optimizer.defaults.keys() - {"storage", "seed", "low_bits"}
-            defaults = {name: chosen[name] for name in optimizer.defaults if name in named}
+            defaults = {name: chosen[name] for name in named}
             self.optimizer: AnyOptimizer = Optimizer(
                 [self.weights], optimizer.rule, defaults, storage="float32", audit_every=0, compile=False
             )  # fmt: skip
