@@ -184,7 +184,7 @@ def fraction_kept(paired: Pairs) -> float:
     return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in paired)
 
 
-def range_of(runs: list[Row], field: str, form: str = ".3g") -> str:
+def range_of(runs: list[Row], field: str, form: str) -> str:
     """Return the least and the greatest value of a field, of repeats behind their median; or its
     text.
     """
@@ -206,13 +206,13 @@ def ratios(runs: list[Row], others: list[Row], field: str) -> list[Row]:
     return divided
 
 
-def series(runs: list[Row], field: str) -> str:
+def series(runs: list[Row], field: str, form: str) -> str:
     """Return the field of the runs of each row that has it, behind the row's name."""
     rows: dict[str, list[Row]] = {}
     for run in runs:
         if field in run:
             rows.setdefault(run["row"], []).append(run)
-    return ", ".join(f"`{name}` {range_of(rows[name], field)}" for name in rows)
+    return ", ".join(f"`{name}` {range_of(rows[name], field, form)}" for name in rows)
 
 
 def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
@@ -242,13 +242,14 @@ def cell(spec: Row) -> str:
             is ``kept``.
     """
     how = spec["show"]
+    form = spec.get("form", ".3g")
     runs, paired = runs_of(spec)
     if not runs:
         return "–"
     if how == "range":
-        text = range_of(runs, spec["field"], spec.get("form", ".3g"))
+        text = range_of(runs, spec["field"], form)
     elif how == "series":
-        text = series(runs, spec["field"])
+        text = series(runs, spec["field"], form)
     elif how == "less":
         text = interval(differences(paired))
     elif how == "equivalence":
