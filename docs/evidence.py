@@ -80,14 +80,17 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row]:
-    """Return the runs with these fields, with ``loss`` as it was after a step, or at the end."""
+    """Return the runs with these fields, with ``loss`` and outliers as they were after a step, or at
+    the end.
+    """
     matching = []
     for run in runs:
         if all(fits(run.get(name), value) for name, value in where.items()):
             losses = run.get("losses", {})
             place = str(run.get("steps") if step is None else step)
             if step is None or place in losses:
-                matching.append({**run, "loss": losses.get(place)})
+                measured_then = run.get("outliers", {}).get(place, {})
+                matching.append({**run, **measured_then, "loss": losses.get(place)})
     return matching
 
 
