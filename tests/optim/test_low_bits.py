@@ -83,6 +83,20 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
     assert (stored != seen).float().mean() > 0.9 and torch.equal(stored.bfloat16(), weights[0])
 
 
+def test_names_that_a_model_gives_later_draw_no_bits() -> None:
+    """As for an audit before the first step."""
+    results = []
+    for is_named in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8).bfloat16()
+        optimizer = ng.AdamW(model.parameters(), compile=False)
+        if is_named:
+            ng.audit(optimizer, model)
+        take_steps(optimizer, range(1))
+        results.append(optimizer.stored(model.weight))
+    assert torch.equal(*results)
+
+
 def test_names_and_places_draw_the_bits_and_a_vector_of_ones_has_none() -> None:
     def stored(name: str, *shapes: tuple[int, ...], low_bits: str = "random") -> list[torch.Tensor]:
         named = [(f"{name}{k}", narrow(*shape)) for k, shape in enumerate(shapes)]
