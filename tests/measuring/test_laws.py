@@ -214,6 +214,8 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
 def test_rows_with_holes_are_normal() -> None:
     steps = [Step.of({"step": 1, "loss": "low", "grad_norm": 0.0, "stored": [], "bad": None})]
     assert told(steps) == []
+    cut = Step.of({"step": 1, "bad": ["a"], "counts": {"bad": 3}})
+    assert cut.bad == ["a", "tensor 2", "tensor 3"]
 
 
 def test_a_row_is_the_step_that_it_was() -> None:

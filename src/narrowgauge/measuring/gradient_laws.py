@@ -151,15 +151,17 @@ def ranks(tell: Tell) -> Law:
 def zero_rate(tell: Tell) -> Law:
     """Read learning rates of exactly 0 in many steps in a row, in which no weight moves."""
     count = 0
+    first = 0
     longest = 0
     since = 0
     while True:
         step = yield
         if step.lr is not None and step.largest is not None:
             count = 0 if step.lr or step.largest else count + 1
+            first = step.step if count == 1 else first
         if count > longest:
             longest = count
-            since = step.step - count + 1
+            since = first
         if longest >= KINDS["zero-rate"].bound:
             tell("zero-rate", "", longest, None, step=since)
 
