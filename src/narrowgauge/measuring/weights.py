@@ -37,6 +37,10 @@ MOST_ROWS = 8
 """Printed tensors."""
 MOST_TIMES = 0.05
 """Distance from the adapters' own product that roundings of a merge may give."""
+ROUNDINGS = 1.5
+"""Units of its format by which a merge may change a tensor, relative to its length. DoRA's rounds three times:
+1.07 units.
+"""
 SCALES = ("_scale", "_scale_inv")
 """Ends of the names of the scales of codes. Both multiply the codes."""
 CODED = {
@@ -315,8 +319,8 @@ def _row(name: str, one: Weight, other: Weight) -> Row:
         if weight.layer is not None and row["adapter_times"] is None:
             times = _difference(weight.added(), y.double() - x.double())["factor"]
             row["adapter_times"] = times
-            if row["change"] <= unit_of(dtype) and abs(times) <= MOST_TIMES:
-                row["differ"] = 0  # the merge rounded once
+            if row["change"] <= ROUNDINGS * unit_of(dtype) and abs(times) <= MOST_TIMES:
+                row["differ"] = 0
     return row
 
 
