@@ -189,6 +189,8 @@ def test_a_change_of_a_stored_weight_is_refused_however_it_is_made() -> None:
         lambda: torch.add(layer.weight.float(), 1, out=layer.weight),
         lambda: layer.weight.copy_(torch.zeros(OUT, IN)),
         lambda: nn.init.zeros_(layer.weight),
+        lambda: layer.weight.mul_(other=2.0),
+        lambda: layer.weight.div_(2.0, rounding_mode="floor"),
         lambda: setattr(layer.weight, "data", torch.zeros(OUT, IN)),
     ):
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):

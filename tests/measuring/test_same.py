@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -120,7 +121,7 @@ def test_a_copy_has_equal_bits_and_a_narrower_server_is_of_rounding() -> None:
     trainer = model_of()
     equal = "In evaluation mode, the bits are equal."
     for server in (copy.deepcopy(trainer), torch.compile(copy.deepcopy(trainer))):
-        result = ng.same(trainer, server, {"input_ids": TOKENS})
+        result = ng.same(trainer, server, {"input_ids": TOKENS, "attention_mask": None})
         assert result.ok and result.lines[-1] == equal and not result.unseen
         result = ng.same(server.train(), trainer, TOKENS)
         assert [*result.unseen] == ["the first in training mode, as it was passed"]
@@ -332,6 +333,19 @@ def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> No
         assert not len(ng.same(weights, model))
     with pytest.raises(ng.errors.DataError, match="no forward pass"):
         ng.same(model.state_dict(), model.state_dict(), TOKENS)
+
+
+def test_weights_of_equal_names_in_a_checkpoint_are_all_compared(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(3)}
+    average = {"w": torch.zeros(3)}
+    for name, model in (("one", weights), ("other", {"w": 2 * weights["w"]})):
+        saved = {"model": model, "ema": average}
+        save_distributed(saved, checkpoint_id=tmp_path / name, no_dist=True)
+    result = ng.same(tmp_path / "one", tmp_path / "other")
+    assert [(row["name"], row["differ"]) for row in result.rows] == [("w", 3), ("ema.w", 0)]
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save_distributed(weights, checkpoint_id=tmp_path / "flat", no_dist=True, planner=planner)
+    assert not len(ng.same(tmp_path / "flat", weights))
 
 
 def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Path) -> None:

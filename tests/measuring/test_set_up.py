@@ -70,6 +70,7 @@ def test_a_sample_covers_every_column() -> None:
         size = (1 << 16) // columns * columns
         sample = spread(torch.arange(size).reshape(-1, columns))
         assert len((sample % columns).unique()) == columns
+    assert torch.equal(spread(torch.arange(12_000)), torch.arange(12_000))
 
 
 class Container(torch.optim.Optimizer):

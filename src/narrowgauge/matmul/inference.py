@@ -196,8 +196,8 @@ class _LazyWeight(Tensor):
             if func == Tensor.data.__set__ or values._version != version:  # type: ignore[attr-defined]
                 raise RecipeError(
                     "Cannot change the weight of a layer that stores codes and scales.",
-                    "To merge adapters, load the base again in 16 bits; add adapters before "
-                    "quantize_for_inference.",
+                    "Change a copy: weight.clone(). To merge adapters, load the base again in 16 bits; add "
+                    "adapters before quantize_for_inference.",
                 )
             if func in _PRODUCTS:
                 _warn_of_product(layer)
@@ -213,7 +213,8 @@ class _LazyWeight(Tensor):
             return self
         if name == "data_ptr":
             return self.layer.weight_codes.data_ptr()
-        if name in ("div_", "mul_") and isinstance(rest[0], int | float) and not self.forms:
+        is_scaled = name in ("div_", "mul_") and len(rest) == 1 and not options and not self.forms
+        if is_scaled and isinstance(rest[0], int | float):
             func(self.layer.weight_scales, *rest)  # as RWKV does in its first pass
             return self
         look: Any = self

@@ -378,8 +378,10 @@ def _log_probs(values: Any, batch: Any) -> Any:
         values = values.gather(-1, tokens[:, 1:, None])[..., 0]
     if values.ndim != 2:
         return None
-    mask = torch.ones_like(tokens)
+    mask = None
     if isinstance(batch, Mapping):
-        mask = batch.get("attention_mask", mask)
+        mask = batch.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(tokens)
     values = values[:, -(tokens.shape[1] - 1) :].double()
     return values[mask[-len(values) :, 1:].bool()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.reading import Reading, measured
-from narrowgauge.measuring.samples import take
+from narrowgauge.measuring.samples import decoded, take
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
@@ -119,6 +119,9 @@ def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
 
 def spread(tensor: Tensor) -> Tensor:
     """Return elements of this rank's part of a tensor on the CPU, 1-D: the same of each shape."""
+    local = decoded(tensor)
+    if local.numel() <= SAMPLE:
+        return local.detach().flatten().clone().cpu()
     return take(tensor, SAMPLE).cpu()
 
 

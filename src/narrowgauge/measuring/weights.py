@@ -48,6 +48,8 @@ CODED = {
     r"\bweight_codes$": "weight", r"\bweight_scales$": "weight_scale",
 }  # fmt: skip
 """Names of codes and scales in our layers, and what they are in other programs' files."""
+MODELS = {"model", "model_state_dict", "module", "state_dict"}
+"""Keys under which checkpoints hold the weights of a model."""
 ADAPTERS = r"\.(lora|ia3)_"
 """Names of adapters' own tensors."""
 HALF_A_GAP = 17 / 32
@@ -193,15 +195,20 @@ def _distributed(folder: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     tensors: dict[str, Tensor] = {}
-    names = {}
+    paths = {}
     metadata: Any = FileSystemReader(folder).read_metadata()
     for key, entry in metadata.state_dict_metadata.items():
-        *owners, name = metadata.planner_data.get(key, [key])
-        if hasattr(entry, "size") and not any(str(owner).startswith("optim") for owner in owners):
+        path = list(map(str, (metadata.planner_data or {}).get(key, [key])))
+        if hasattr(entry, "size") and not any(part.startswith("optim") for part in path[:-1]):
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            names[key] = str(name)
+            paths[key] = path
     load(tensors, checkpoint_id=folder, no_dist=True)
-    return {names[key]: x for key, x in tensors.items()}
+    values: dict[str, Tensor] = {}
+    # Others may have the same names, such as an average of the weights.
+    for key in sorted(paths, key=lambda key: (MODELS.isdisjoint(paths[key]), len(paths[key]), key)):
+        name = paths[key][-1]
+        values[key if name in values else name] = tensors[key]
+    return values
 
 
 @torch.no_grad()
