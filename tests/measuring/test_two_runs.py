@@ -186,6 +186,15 @@ def test_equal_records_are_the_same_run() -> None:
     assert "no step in common" in TwoRuns(make_run("a", steps=0), make_run("b")).verdict
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_number_beside_nan_is_no_rounding(place: int) -> None:
+    runs = make_run("a"), make_run("b")
+    runs[place].steps[2]["loss"] = math.nan
+    result = TwoRuns(*runs)
+    assert result.verdict == "The runs first differ at step 3, in loss (loss)."
+    assert not result.is_rounding
+
+
 def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
     runs = make_run("a"), make_run("a")
     for run in runs:

@@ -71,9 +71,10 @@ class Reading:
     @property
     def excess(self) -> float:
         """Return how many times the value is beyond its bound, on either side; infinite if unknown."""
-        if self.value is None or not self.bound or not math.isfinite(self.value):
+        if self.value is None or not self.bound:
             return math.inf
-        return abs(self.value - (self.expected or 0.0)) / self.bound
+        excess = abs(self.value - (self.expected or 0.0)) / self.bound
+        return math.inf if math.isnan(excess) else excess
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values for JSON, with the sentence and the severity."""

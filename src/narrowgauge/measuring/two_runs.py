@@ -172,7 +172,7 @@ class TwoRuns(Readings):
             at = self.readings[0]
             words = " within rounding" if self.is_rounding else ""
             size = ""
-            if at.expected and at.value is not None and math.isfinite(at.value):
+            if at.expected and at.value is not None and math.isfinite(at.value - at.expected):
                 # The first digits of both may not show it.
                 size = f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
             place = f"{at.tensor or at.what} ({at.stage})"
