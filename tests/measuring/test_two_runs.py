@@ -222,18 +222,15 @@ def test_what_only_one_run_has_is_the_answer() -> None:
     assert not TwoRuns(make_run("a"), second).readings
 
 
-class _UpToTen:
-    """Rows of a long record, which are read one at a time."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in range(1, 11):
-            yield {"step": step, "loss": 3.0}
-        raise AssertionError("read on")
+def up_to_ten() -> Iterator[dict[str, Any]]:
+    """Yield rows of a long record, which are read one at a time."""
+    for step in range(1, 11):
+        yield {"step": step, "loss": 3.0}
+    raise AssertionError("read on")
 
 
 def test_two_runs_are_read_no_further_than_their_first_difference() -> None:
-    runs = [make_run(name, steps=0) for name in ("a", "b")]
-    long: Any = _UpToTen()
-    other = [{"step": 8, "loss": 2.0}]
-    readings = TwoRuns(replace(runs[0], steps=long), replace(runs[1], steps=other)).readings
-    assert [(reading.step, reading.what) for reading in readings] == [(8, "loss")]
+    long: Any = up_to_ten()
+    first = replace(make_run("a", steps=0), steps=long)
+    second = replace(make_run("b", steps=0), steps=[{"step": 8, "loss": 2.0}])
+    assert [(at.step, at.what) for at in TwoRuns(first, second).readings] == [(8, "loss")]
