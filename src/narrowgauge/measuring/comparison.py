@@ -140,14 +140,10 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     for row in rows:
         pairs = []
         for key, loss in _losses(groups[row["recipe"]]).items():
-            if (
-                key in losses
-                and row is not base
-                and math.isfinite(loss)
-                and math.isfinite(losses[key])
-            ):
-                pairs.append(loss - losses[key])
-        if pairs:
+            difference = loss - losses.get(key, math.nan)
+            if math.isfinite(difference):
+                pairs.append(difference)
+        if pairs and row is not base:
             mean, half = interval(pairs)
             row["difference"] = mean
             if math.isfinite(half):

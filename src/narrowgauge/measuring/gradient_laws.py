@@ -105,7 +105,9 @@ def _zero(step: Step) -> list[str] | None:
 
 
 def _flagged(flag: float | None) -> list[str] | None:
-    return None if flag is None else [""] * (flag > 0)
+    if flag is None:
+        return None
+    return [""] if flag > 0 else []
 
 
 zero_gradients = count_of("zero-gradients", "arrived", _zero, "zero missing skipped")

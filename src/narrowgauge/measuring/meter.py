@@ -201,13 +201,15 @@ class Meter(Listener):
         for p in dict.fromkeys(reversed(members_of(optimizer))):
             gradient = gradient_of(p)  # all ranks ask in one order
             if gradient is None:
-                self._row["missing"] += [self.names[p]] * p.requires_grad
+                if p.requires_grad:
+                    self._row["missing"].append(self.names[p])
                 continue
             part = local_of(gradient)
             part = part.coalesce().values() if part.is_sparse else part
             if part.numel():
                 parts[self.names[p]] = part
-                dense |= {} if gradient.is_sparse else {p: gradient}
+                if not gradient.is_sparse:
+                    dense[p] = gradient
         if parts:
             norms = norms_of([*parts.values()])
             self._look_at_weights([*parts.values()], norms)
@@ -269,7 +271,7 @@ class Meter(Listener):
         control = getattr(optimizer, "last_control", None)
         overflow = getattr(optimizer, "found_inf", None)
         if control is not None and control is not self._control:  # else it had no gradients
-            self._numbers.set("control", ["skipped", "clip"], control[:2].flip(0))
+            self._numbers.set("control", ["clip", "skipped"], control[:2])
             self._control = control
         elif isinstance(overflow, Tensor):
             self._numbers.set("control", ["skipped"], overflow)
@@ -346,7 +348,9 @@ class Meter(Listener):
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
         if self._is_whole and ("gradients", None) not in self._ended:
-            row["missing"] = self._row["missing"] or [""] * (not norms)
+            row["missing"] = self._row["missing"]
+            if not norms and not row["missing"]:
+                row["missing"] = [""]
             row["arrived"] = math.hypot(*norms.values()) * read["control"].get("clip", 1.0)
         return row
 
