@@ -91,15 +91,20 @@ class RankSums:
         return flags
 
     def _unlike(self, values: Tensor) -> Tensor:
-        """Return which values differ between ranks, as :meth:`compare` says. No device is waited for."""
-        size = self._here.size
-        gathered = values.new_empty(size, *values.shape)
-        dist.all_gather([*gathered.unbind()], values)
-        is_other = gathered != gathered.sort(0).values[size // 2]
-        number = is_other.sum(0)
-        lone = is_other.long().argmax(0) + 1
-        fewest = min(2, size - 1)  # of two ranks, each is the other
-        unlike: Tensor = lone.masked_fill(number >= fewest, -1).masked_fill(number == 0, 0)
+        """Return which values differ between ranks, as :meth:`compare` says: their largest and their
+        smallest do. No device is waited for.
+        """
+        extremes = torch.stack([values, ~values])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        largest, smallest = extremes[0], ~extremes[1]
+        holds = torch.stack([values == largest, values == smallest]).long()
+        held = torch.stack([holds, holds * (self._here.rank + 1)])
+        dist.all_reduce(held)
+        counts, ranks = held
+        is_lone = counts.flip(0) == self._here.size - 1
+        lone = (is_lone * ranks).sum(0)
+        is_shared = (lone == 0) | is_lone.all(0)  # of two ranks, each is the other
+        unlike: Tensor = lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
         return unlike
 
 
