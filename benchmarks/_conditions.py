@@ -98,9 +98,9 @@ def conditions() -> Record:
 
 def keep(file: Path, rows: Sequence[Record], **shared: Any) -> None:
     """Append times of our step to a file of records, under their conditions."""
-    optim = ROOT / "src/narrowgauge/optim"
+    optim = ROOT / "src/narrowgauge/optim/step"
     held = {}
-    for path in (optim / "table.py", *sorted((optim / "cpp").glob("*.h"))):
+    for path in (optim / "launch.py", *sorted((optim / "cpp").glob("*.h"))):
         name = f"text: {path.relative_to(ROOT).as_posix()}"
         held[name] = digest(name)
     with file.open("a", encoding="utf-8") as stream:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.measuring.comparison import interval
+from narrowgauge.measuring.diagnose.comparison import interval
 
 FACTORS = (1, 8, 64, 4096)
 Peaks = dict[str, Tensor]

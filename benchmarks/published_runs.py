@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.estimate import ERRORS
-from narrowgauge.planner.next import SAME, MeasuredRun
+from narrowgauge.planner.measured_run import SAME, MeasuredRun
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml

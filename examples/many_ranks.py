@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowgauge as ng
-from narrowgauge.measuring.fingerprints import fingerprints_whole
+from narrowgauge.measuring.watch.fingerprints import fingerprints_whole
 from narrowgauge.numerics.hashing import fingerprint_all
 
 MICRO_BATCHES = 6  # of a step: the same ones on any number of ranks

@@ -89,7 +89,7 @@ def pairs() -> list[tuple[str, str]]:
         for storage in STORAGES.values()
         if rule.name == "adamw"
         or (
-            storage.arithmetic == "float32" and not storage.keeping(rule.moments).scaled
+            storage.arithmetic == "float32" and not storage.with_states(rule.moments).scaled
             if rule.is_matrix
             else storage.arithmetic != "expansion"
         )
@@ -131,14 +131,14 @@ def steps(rule: str, storage: str) -> str:
             if name == "matrix" and step == INFINITE:
                 weight.grad[3, 2] = torch.inf
         optimizer.step()
-    optimizer.settle()
+    optimizer.finish_step()
     saved = optimizer.state_dict()["state"]
     stored = []
     for weight in weights.values():
         states = []
         for name in ELEMENTWISE:
             group = optimizer.group_of(weight)
-            state = optimizer.kernels.local_part(group, weight, optimizer.state[weight])
+            state = optimizer.kernels.local_state(group, weight, optimizer.state[weight])
             if name in state.names:
                 states.append(name)
         stored += [optimizer.stored(weight, name) for name in ("weight", *states)]

@@ -28,8 +28,8 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         # What most ranks run. They fork with it, which saves each half a second.
         "narrowgauge.trainer.train",
-        "narrowgauge.measuring.recorder",
-        "narrowgauge.measuring.check",
+        "narrowgauge.measuring.watch.recorder",
+        "narrowgauge.measuring.check.check",
     ]
 )
 _GROUND = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

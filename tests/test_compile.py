@@ -49,7 +49,7 @@ def test_code_that_does_something_else_is_not_used(fault: str) -> None:
 @pytest.mark.parametrize("missing", [0, 1])
 def test_what_is_large_enough_is_compiled(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
     monkeypatch.setattr(compile, "compiled", lambda _: lambda *arguments: "compiled")
-    result = compile.fused(compile.COMPILE_ELEMENTS - missing, halved, torch.ones(3))
+    result = compile.call_compiled(compile.COMPILE_ELEMENTS - missing, halved, torch.ones(3))
     assert isinstance(result, str) == (missing == 0)
 
 

@@ -46,7 +46,7 @@ def without_figures(lines: list[str]) -> list[list[str]]:
 EXAMPLES = [(page, number) for page in PAGES for number in range(len(examples(page)))]
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.audit.UpdateLossWarning")
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_every_example_runs_alone(
     page: str, number: int, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.assembly.preparation import compute_scope, matrices_decay
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.parse import parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.transforms.scalify import scalify
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from corpus.loop import Loop, count
-from narrowgauge.measuring.diagnose import Diagnosis
+from narrowgauge.measuring.diagnose.diagnose import Diagnosis
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.spec.toml import load_toml
 

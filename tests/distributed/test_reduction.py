@@ -16,7 +16,7 @@ from distributed.models import Leaf, full_tensor_of, gradients_of, mesh_of
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
-from narrowgauge.spec.sums import REDUCTIONS
+from narrowgauge.spec.reductions import REDUCTIONS
 from ranks import run_ranks
 
 KINDS = ("sharded", "replicas", "replicated")

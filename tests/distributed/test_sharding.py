@@ -23,7 +23,7 @@ import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.measuring.fingerprints import fingerprints_whole
+from narrowgauge.measuring.watch.fingerprints import fingerprints_whole
 from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
 from tensors import random_tokens

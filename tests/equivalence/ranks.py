@@ -33,7 +33,7 @@ from equivalence.ways import (
     tokens,
     update,
 )
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.parse import parse
 
 NUM_RANKS = 4
 WAYS = {"fsdp2": 2, "replicated": 2, "offloaded": 2, "hsdp": 4, "resumed_on_three": 3}

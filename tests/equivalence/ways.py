@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.parse import parse
 
 RECIPES = (
     "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",

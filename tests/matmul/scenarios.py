@@ -20,7 +20,7 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
-from narrowgauge.spec.notation import get_compute
+from narrowgauge.spec.parse import get_compute
 from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())

@@ -46,7 +46,7 @@ def test_integers_multiply_bit_for_bit(place: str, shape: tuple[int, int, int]) 
         scale = gaussian(side, 1, dtype=torch.float32, seed=side).abs()
         operand = Operand(values, scale)
         if not dim:
-            operand = Operand(values.t().contiguous(), scale.t()).turned()
+            operand = Operand(values.t().contiguous(), scale.t()).transposed()
         codes.append(values)
         scales.append(scale)
         operands.append(operand)

@@ -24,7 +24,7 @@ from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply
 from narrowgauge.matmul.operand import Operand, without_outer
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
-from narrowgauge.spec.kernels import has_kernel, needs_kernel
+from narrowgauge.spec.matmul_kernels import has_kernel, needs_kernel
 from narrowgauge.torch_support import proof
 from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle

@@ -17,8 +17,8 @@ import narrowgauge as ng
 from matmul import zoo
 from matmul.scenarios import expected
 from narrowgauge.matmul.inference import QuantizedLinear
-from narrowgauge.matmul.roles import multiplied, roles_of
-from narrowgauge.torch_support.anatomy import parts
+from narrowgauge.matmul.kept_layers import multiplied, roles_of
+from narrowgauge.torch_support.model_parts import parts
 
 Row = tuple[str, list[str], dict[int, int]]
 """Where the blocks are, the routers, and the number of mixtures by that of experts."""

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from narrowgauge.measuring import check, hooks, laws, meter
+from narrowgauge.measuring.check import check
+from narrowgauge.measuring.diagnose import laws
+from narrowgauge.measuring.watch import hooks, meter
 from trainer.fixtures import place as place
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.measuring.comparison import run_name
+from narrowgauge.measuring.diagnose.comparison import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [

@@ -7,8 +7,8 @@ import torch
 
 from narrowgauge.measuring import provenance
 from narrowgauge.measuring.arithmetic import measure_arithmetic
+from narrowgauge.measuring.diagnose.settings_diff import settings_diff
 from narrowgauge.measuring.provenance import describe_process
-from narrowgauge.measuring.settings import settings_diff
 
 CPU = torch.device("cpu")
 

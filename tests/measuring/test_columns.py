@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from measuring.test_two_runs import make_run
 
 import narrowgauge as ng
 from measuring.test_laws import CASES
-from measuring.test_two_runs import make_run
-from narrowgauge.measuring.laws import RULES, Laws
+from narrowgauge.measuring.diagnose.first_difference import UNLIKE, FirstDifference
+from narrowgauge.measuring.diagnose.laws import RULES, Laws
+from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, DeclaredLaw, StepMetrics
 from narrowgauge.measuring.provenance import unlike_ranks
 from narrowgauge.measuring.reading import STAGES
-from narrowgauge.measuring.step import COLUMNS, Rule, Step
-from narrowgauge.measuring.step_row import columns_of
-from narrowgauge.measuring.two_runs import UNLIKE, TwoRuns
+from narrowgauge.measuring.watch.optimizer_columns import columns_of
 from narrowgauge.runs.foreign_logs import NAMES
 from narrowgauge.runs.record import Run, read_run
 
@@ -39,10 +39,10 @@ def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.law.__name__)
-def test_a_law_reads_what_it_declares(rule: Rule) -> None:
+def test_a_law_reads_what_it_declares(rule: DeclaredLaw) -> None:
     read: set[str] = set()
 
-    class Watched(Step):
+    class Watched(StepMetrics):
         def __getattr__(self, name: str) -> Any:
             read.add(name)
             return super().__getattr__(name)
@@ -65,7 +65,7 @@ def test_a_log_of_another_program_fills_what_a_law_reads(tmp_path: Path) -> None
                 continue
             log.write_text(f"step,{name}\n1,0.5\n")
             run = read_run(log)
-            (step,) = map(Step.of, run.steps or run.evals)
+            (step,) = map(StepMetrics.of, run.steps or run.evals)
             assert getattr(step, column) == 0.5, name
 
 
@@ -75,29 +75,33 @@ def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name: str) -> No
     other = 0.201 if COLUMNS[name].unit == "setting" else 0.6
     for run, value in zip(runs, (0.2, other), strict=True):
         (run.evals if name == "val_loss" else run.steps)[:] = [{"step": 1, name: value}]
-    result = TwoRuns(*runs)
+    result = FirstDifference(*runs)
     assert not result.is_rounding and result.readings[0].what == name, str(result)
     assert result.readings[0].stage == COLUMNS[name].stage
 
 
 def test_no_setting_of_the_program_differs_where_rounding_is_told() -> None:
     changed = {(2, "grad:layers.1"): 1 + 1e-6}
-    assert TwoRuns(make_run("a"), make_run("b", changed, machine={"num_threads": 1})).is_rounding
+    assert FirstDifference(
+        make_run("a"), make_run("b", changed, machine={"num_threads": 1})
+    ).is_rounding
     for table in ({"config": {"lr": 2e-3}}, {"optimizer": {"eps": 1e-4}}):
         first = make_run(
             "a", **{name: dict.fromkeys(values, 0.5) for name, values in table.items()}
         )
-        assert not TwoRuns(first, make_run("b", changed, **table)).is_rounding
+        assert not FirstDifference(first, make_run("b", changed, **table)).is_rounding
 
 
 def test_what_no_record_says_explains_nothing() -> None:
     """Without a recorded format, or a count of tokens, no bound of rounding is known."""
     unknown = [make_run(name, config={"recipe": ""}) for name in "ab"]
     unknown[1].steps[2]["loss"] *= 1 + 1e-7
-    assert not TwoRuns(*unknown).is_rounding and "no bound" in str(TwoRuns(*unknown))
+    assert not FirstDifference(*unknown).is_rounding and "no bound" in str(
+        FirstDifference(*unknown)
+    )
     uncounted = [make_run(name, prints=False) for name in "ab"]
     uncounted[1].steps[2]["loss"] *= 1 + 1e-7
-    assert not TwoRuns(*uncounted).is_rounding
+    assert not FirstDifference(*uncounted).is_rounding
 
 
 BAD: dict[str, Any] = {
@@ -137,7 +141,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 def test_two_numbers_of_a_row_that_contradict_each_other_are_told(
     row: dict[str, Any], kind: str
 ) -> None:
-    readings = Laws().read(Step.of({"step": 1} | row))
+    readings = Laws().read(StepMetrics.of({"step": 1} | row))
     assert [reading.what for reading in readings] == [kind] * bool(kind)
 
 
@@ -186,7 +190,7 @@ def test_audits_of_a_random_rounding_are_not_accused(storage: str) -> None:
                 model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                readings = laws.read(Step.of({"step": step} | columns_of(model, optimizer)))
+                readings = laws.read(StepMetrics.of({"step": step} | columns_of(model, optimizer)))
                 told.update(reading.what for reading in readings)
         assert told == ({"stored-share"} if storage == "naive" else set())
 

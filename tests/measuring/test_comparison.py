@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from measuring.made_runs import COLUMNS, MASTER, make_run, seeds
-from narrowgauge.measuring.comparison import FIT, Comparison, compare_runs, interval
+from narrowgauge.measuring.diagnose.comparison import FIT, Comparison, compare_runs, interval
 from narrowgauge.runs.record import Run
 
 EQUAL = (4.0, 4.1, 4.2)

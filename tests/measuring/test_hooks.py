@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.measuring.watch.hooks import Listener, LoopHooks
 
 EVENTS = ("before_pass", "after_pass", "before_step", "after_step")
 
@@ -44,10 +44,10 @@ class Diary(Listener):
     end = partialmethod(note, "end")
 
 
-def hub_of(*listeners: Diary) -> tuple[Hub, nn.Module, torch.optim.Optimizer]:
+def hub_of(*listeners: Diary) -> tuple[LoopHooks, nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hub = Hub(model, [optimizer], model)
+    hub = LoopHooks(model, [optimizer], model)
     hub.listeners += listeners
     return hub, model, optimizer
 
@@ -84,7 +84,7 @@ def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
         diary.compares_ranks = compares_ranks
         hub, model, optimizer = hub_of(diary)
         hub.say = lambda message: None
-        hub.here = SimpleNamespace(size=2)  # type: ignore[assignment]
+        hub.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
         with ExitStack() as expected:
             if compares_ranks:
                 expected.enter_context(pytest.raises(ValueError, match="no ink"))
@@ -106,7 +106,7 @@ def test_a_step_that_calls_its_parents_step_is_one_step(has_closure: bool) -> No
     torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = Derived(model.parameters(), lr=0.1)
     diary = Diary()
-    Hub(model, [optimizer], model).listeners.append(diary)
+    LoopHooks(model, [optimizer], model).listeners.append(diary)
 
     def closure() -> Tensor:
         loss = model(torch.ones(2, 4)).sum()

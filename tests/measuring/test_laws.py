@@ -12,22 +12,24 @@ from typing import Any
 import pytest
 
 from measuring.records import Row
+from narrowgauge.measuring.diagnose.laws import Laws
+from narrowgauge.measuring.diagnose.step_metrics import StepMetrics
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import STAGES, Reading
-from narrowgauge.measuring.step import Step
 
 
-def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[Step]:
+def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[StepMetrics]:
     healthy: Row = {"loss": 3.0, "grad_norm": 0.5, "skipped": False}
-    return [Step.of({"step": step, **healthy, **wrong(step)}) for step in range(1, until + 1)]
+    return [
+        StepMetrics.of({"step": step, **healthy, **wrong(step)}) for step in range(1, until + 1)
+    ]
 
 
 def after(step: int, **fields: Any) -> Callable[[int], Row]:
     return lambda number: fields if number >= step else {}
 
 
-def told(steps: Iterable[Step], laws: Laws | None = None) -> list[Reading]:
+def told(steps: Iterable[StepMetrics], laws: Laws | None = None) -> list[Reading]:
     laws = laws or Laws()
     readings = []
     for step in steps:
@@ -37,7 +39,7 @@ def told(steps: Iterable[Step], laws: Laws | None = None) -> list[Reading]:
 
 SCALED = {"loss_scale": 65536.0}
 SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
-CASES: dict[str, tuple[list[Step], str, int]] = {
+CASES: dict[str, tuple[list[StepMetrics], str, int]] = {
     "stored-share": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
@@ -119,7 +121,7 @@ def test_a_count_over_the_run_speaks_from_nine_in_ten_on(
         is_so = (step + 1) * percent // 100 > step * percent // 100
         fields = {"arrived": 1.0, "missing": [], "kept": False, "same_data": False}
         fields |= rare if is_so else {}
-        readings = laws.read(Step(step + 1, **fields))
+        readings = laws.read(StepMetrics(step + 1, **fields))
     assert [(r.what, r.tensor) for r in readings] == [(kind, tensor)] * (percent > 90)
     assert [(r.what, r.tensor) for r in laws.usual] == [(kind, tensor)] * (0 < percent < 90)
     for reading in (*readings, *laws.usual):
@@ -135,7 +137,7 @@ def test_a_healthy_run_is_silent() -> None:
         stored = {"a": 1 + 0.1 * noise.gauss(0, 1)}
         largest = 1e-4 * noise.random()
         numbers: Row = {"loss": loss, "grad_norm": norm, "arrived": norm, "lr": 1e-4}
-        steps.append(Step(step, skipped=False, stored=stored, largest=largest, **numbers))
+        steps.append(StepMetrics(step, skipped=False, stored=stored, largest=largest, **numbers))
     assert told(steps) == []
 
 
@@ -158,8 +160,8 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
 def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
     """Weights that became so in a step are of that step, and not of the start."""
     steps = [
-        Step(1, loss=3.0, bad=["b", "a"]),
-        Step(2, loss=math.nan, bad_weight="a"),
+        StepMetrics(1, loss=3.0, bad=["b", "a"]),
+        StepMetrics(2, loss=math.nan, bad_weight="a"),
     ]
     (reading,) = told(steps)
     assert (reading.step, reading.stage, reading.tensor) == (1, "gradient", "b and 1 other")
@@ -170,7 +172,8 @@ def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
 def test_slow_steps_are_told_as_they_last() -> None:
     def at(rate: Callable[[int], float]) -> list[int]:
         steps = [
-            Step(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s)) for s in range(1, 400)
+            StepMetrics(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s))
+            for s in range(1, 400)
         ]
         return [reading.step for reading in told(steps) if reading.what == "slower-steps"]
 
@@ -187,7 +190,7 @@ def test_slow_steps_are_told_as_they_last() -> None:
 @pytest.mark.parametrize("lasts", [1, 40])
 def test_a_jump_is_told_whenever_it_begins(first: int, lasts: int) -> None:
     sizes = [2.0 if first <= step < first + lasts else 1e-4 for step in range(1, 61)]
-    steps = [Step(step, largest=x, lr=1e-4) for step, x in enumerate(sizes, 1)]
+    steps = [StepMetrics(step, largest=x, lr=1e-4) for step, x in enumerate(sizes, 1)]
     readings = told(steps)
     is_told = first > 1 or lasts == 1  # else it is the usual step
     assert [(r.what, r.step) for r in readings] == [("weights-jump", first)] * is_told
@@ -206,18 +209,20 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
     noise = random.Random(0)
     laws = Laws()
     for step in range(200):
-        assert not laws.read(Step(step, loss=2.21 + noise.gauss(0, 0.015)))
+        assert not laws.read(StepMetrics(step, loss=2.21 + noise.gauss(0, 0.015)))
     for step, loss, is_spike in BLOOM:
-        assert len(laws.read(Step(step, loss=loss))) == is_spike, step
+        assert len(laws.read(StepMetrics(step, loss=loss))) == is_spike, step
 
 
 def test_rows_with_holes_are_normal() -> None:
-    steps = [Step.of({"step": 1, "loss": "low", "grad_norm": 0.0, "stored": [], "bad": None})]
+    steps = [
+        StepMetrics.of({"step": 1, "loss": "low", "grad_norm": 0.0, "stored": [], "bad": None})
+    ]
     assert told(steps) == []
-    cut = Step.of({"step": 1, "bad": ["a"], "counts": {"bad": 3}})
+    cut = StepMetrics.of({"step": 1, "bad": ["a"], "counts": {"bad": 3}})
     assert cut.bad == ["a", "tensor 2", "tensor 3"]
 
 
 def test_a_row_is_the_step_that_it_was() -> None:
-    step = Step(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, bad_weight="b")
-    assert Step.of({"step": 3, **step.columns}).columns == step.columns
+    step = StepMetrics(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, bad_weight="b")
+    assert StepMetrics.of({"step": 3, **step.columns}).columns == step.columns

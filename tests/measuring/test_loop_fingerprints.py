@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import narrowgauge as ng
 from narrowgauge.matmul.inference import quantize_for_inference
-from narrowgauge.measuring.two_runs import TwoRuns
+from narrowgauge.measuring.diagnose.first_difference import FirstDifference
 from narrowgauge.runs.record import Run
 
 STEPS = 6
@@ -61,7 +61,9 @@ def recorded(
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     hashed = recorded(tmp_path / "a")
     unhashed = recorded(tmp_path / "b", every=0)
-    assert unhashed.fingerprints == [] and TwoRuns(hashed, unhashed).is_complete  # the same weights
+    assert (
+        unhashed.fingerprints == [] and FirstDifference(hashed, unhashed).is_complete
+    )  # the same weights
     rows = {row["step"]: row["tensors"] for row in hashed.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
@@ -113,7 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_changed_is_located(name: str, tmp_path: Path) -> None:
     options, place = CASES[name]
-    runs = TwoRuns(recorded(tmp_path / "plain"), recorded(tmp_path / "other", **options))
+    runs = FirstDifference(recorded(tmp_path / "plain"), recorded(tmp_path / "other", **options))
     first, *_ = runs.readings
     assert (first.step, first.stage, first.tensor) == place
 

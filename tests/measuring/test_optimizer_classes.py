@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.watch.hooks import RunNotice
 from tables import exhaustive
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]

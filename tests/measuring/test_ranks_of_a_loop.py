@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.distributed.ranks import ALONE, all_ranks
-from narrowgauge.measuring.rank_sums import RankSums
-from narrowgauge.measuring.two_runs import TwoRuns
+from narrowgauge.measuring.diagnose.first_difference import FirstDifference
+from narrowgauge.measuring.watch.rank_sums import RankSums
 from ranks import run_ranks
 
 STEPS = 3
@@ -126,7 +126,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     assert apart(tmp_path / "flipped") == [(AT, f"{NAME} on rank 1")]
     [reading] = ng.diagnose(tmp_path / "same-data").readings
     assert (reading.what, reading.step, reading.value) == ("same-data", 1, 1.0)
-    runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "flipped"))
+    runs = FirstDifference(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "flipped"))
     difference, *_ = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
     assert "Of 4 ranks these differ there: 1." in runs.lines

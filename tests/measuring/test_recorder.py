@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring import recorder as recorder_module
-from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.watch import recorder as recorder_module
+from narrowgauge.measuring.watch.hooks import RunNotice
 from ranks import run_ranks
 
 LASTING = ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "arrived")

@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import narrowgauge as ng
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.same import distance
+from narrowgauge.measuring.same.same import distance
 from tables import exhaustive
 
 FLOAT32 = torch.float32
@@ -230,7 +230,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
     after[[3, 98]] = 7.0
     after[50] = before[50] = math.nan
     for size in (1 << 17, 7):
-        monkeypatch.setattr("narrowgauge.measuring.weights.CHUNK", size)
+        monkeypatch.setattr("narrowgauge.measuring.same.weights.CHUNK", size)
         (row,) = ng.same({"a": before}, {"a": after}).rows
         assert (row["differ"], row["nonfinite"], row["values"]) == (2, 1, 100)
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):

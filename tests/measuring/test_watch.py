@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from measuring.watched import Watched
-from narrowgauge.measuring import laws, meter, numbers
-from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.diagnose import laws
+from narrowgauge.measuring.diagnose.step_metrics import reads
 from narrowgauge.measuring.samples import take
-from narrowgauge.measuring.step import reads
+from narrowgauge.measuring.watch import device_scalars, meter
+from narrowgauge.measuring.watch.hooks import RunNotice
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::narrowgauge.measuring.hooks.RunNotice"),
+    pytest.mark.filterwarnings("ignore::narrowgauge.measuring.watch.hooks.RunNotice"),
     pytest.mark.usefixtures("one_thread"),
 ]
 B16 = torch.bfloat16
@@ -78,13 +79,13 @@ def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reads = []
-    copied = numbers.HostCopy.cpu
+    copied = device_scalars.HostCopy.cpu
 
     def counted(self: Any) -> Tensor:
         reads.append(self)
         return copied(self)
 
-    monkeypatch.setattr(numbers.HostCopy, "cpu", counted)
+    monkeypatch.setattr(device_scalars.HostCopy, "cpu", counted)
     Watched().train(4)
     assert len(reads) == 4
 
@@ -125,7 +126,7 @@ def test_an_unknown_kind_is_refused_and_a_known_one_is_silent() -> None:
 def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
     """Squares of the others leave float32's range."""
     values = torch.tensor([1e-30, 1e30, 0.0, math.inf])
-    norms = numbers.norms_of([value.expand(4) for value in values])
+    norms = device_scalars.norms_of([value.expand(4) for value in values])
     assert norms.tolist() == pytest.approx([2e-30, 2e30, 0.0, math.inf])
 
 

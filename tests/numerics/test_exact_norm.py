@@ -18,7 +18,7 @@ from narrowgauge.numerics.exact_sums import (
     rounded_total,
 )
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.optim.norm import SquaresTable, squares_by_kernel
+from narrowgauge.optim.step.norm_kernel import SquaresTable, squares_by_kernel
 from oracles.exact_sums import exact_sum_of_squares, nearest_float
 from tensors import scalar_bits
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import cut, float_of, narrowed, random_bits
+from narrowgauge.numerics.rounding import float_of, narrowed, random_bits, round_bits
 from oracles import codes as oracle
 from tensors import unsigned
 
@@ -30,7 +30,7 @@ def test_a_cut_is_division_with_remainder(dropped: int) -> None:
     x = float32_of(numbers)
     for addend in (None, 0, 1, 2**dropped - 1)[: 4 if dropped else 1]:
         expected = oracle.cut(numbers, dropped, addend) if dropped else numbers
-        assert np.array_equal(unsigned(cut(x, dropped, addend)), expected)
+        assert np.array_equal(unsigned(round_bits(x, dropped, addend)), expected)
     if dropped == 16:
         stored = unsigned(narrowed(x, torch.bfloat16).float().view(torch.int32))
         assert np.array_equal(stored, oracle.cut(numbers, 16))

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from narrowgauge.numerics.exact_sums import WORDS
-from narrowgauge.optim import step_cpp
-from narrowgauge.optim.planes import BLOCK
-from narrowgauge.optim.table import SIZES
+from narrowgauge.optim.step import step_cpp
+from narrowgauge.optim.step.bit_layout import BLOCK
+from narrowgauge.optim.step.launch import SIZES
 from narrowgauge.torch_support import cpp
 
 COMPILER = "aarch64-linux-gnu-g++"
@@ -28,7 +28,7 @@ GRADIENT_BYTES = (2, 2, 4)  # by the table's number of a format
 class Library:
     """The functions of a text: of a step with the constants ``row``, or of the norm."""
 
-    def __init__(self, text: str, row: step_cpp.Row) -> None:
+    def __init__(self, text: str, row: step_cpp.KernelRow) -> None:
         self.row = row
         folder = tempfile.mkdtemp(prefix="arm-")
         self.program, self.memory = f"{folder}/run", Path(folder, "memory")

@@ -108,7 +108,7 @@ def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
     optimizer = build(rule, parameters(storage, [(2, 2)]), storage)
     (group,) = optimizer.param_groups
     row = optimizer.kernels.rule_in(group, group["params"][0])  # SGD's depends on its momentum
-    return row, STORAGES[storage].keeping(row.stored_states)
+    return row, STORAGES[storage].with_states(row.stored_states)
 
 
 def parameters(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.optim import norm, proof, step_cpp
+from narrowgauge.optim.step import kernel_proof, norm_kernel, step_cpp
 from narrowgauge.torch_support import cpp
 from optim import arm
 from optim.pairs import SOME, kernel_of
@@ -29,22 +29,22 @@ def arm_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     row = step_cpp.row_of(*kernel_of("plain sgd", "float32"))  # of two addresses
     monkeypatch.setattr(step_cpp, "functions", library)
-    monkeypatch.setattr(norm, "norm_functions", lambda: arm.Library("EXPORT_NORM\n", row))
+    monkeypatch.setattr(norm_kernel, "norm_functions", lambda: arm.Library("EXPORT_NORM\n", row))
     monkeypatch.setattr("narrowgauge.torch_support.proof._reasons", {})
 
 
 @SOME
 def test_an_arm_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
     pair = kernel_of(rule, storage)
-    assert not step_cpp.has_kernel(*pair) or proof.why_not(*pair, CPU) == ""
+    assert not step_cpp.has_kernel(*pair) or kernel_proof.why_no_kernel(*pair, CPU) == ""
 
 
 def test_the_norm_has_the_bits_of_the_definition() -> None:
-    assert norm.difference(CPU) == ""
+    assert norm_kernel.difference(CPU) == ""
 
 
 def test_a_fused_rounding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ARM fuses a multiplication with an addition, unless a flag forbids it."""
     monkeypatch.setattr(cpp, "_FLAGS", set(cpp._FLAGS) - {"-ffp-contract=off"})
     with pytest.warns(UserWarning, match="differ"):
-        assert proof.why_not(*kernel_of("adamw", "word"), CPU)
+        assert kernel_proof.why_no_kernel(*kernel_of("adamw", "word"), CPU)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.optim import sample
-from narrowgauge.optim.audit import (
+from narrowgauge.optim.audit import audit_sample
+from narrowgauge.optim.audit.audit import (
     FEWEST,
     WINDOW,
     Alarm,
@@ -357,7 +357,7 @@ def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any], sto
 def test_a_sample_is_of_different_places_in_all_columns_and_of_others_in_each_turn(
     numel: int,
 ) -> None:
-    turns = [sample.sample_of(numel, 256, turn) for turn in range(3)]
+    turns = [audit_sample.sample_of(numel, 256, turn) for turn in range(3)]
     for places in turns:
         assert len(places) == min(256, numel) and places.step % 2
         assert places[0] >= 0 and places[-1] < numel

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import expectations
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.rounding import bits_of, float_of, quiet
-from narrowgauge.optim import codes
-from narrowgauge.optim.planes import Field, dropped_bits, fields_of
+from narrowgauge.numerics.rounding import bits_of, canonical_nan, float_of
+from narrowgauge.optim.step import codes
+from narrowgauge.optim.step.bit_layout import Field, dropped_bits, fields_of
 from narrowgauge.spec.storages import STORAGES, Code, Storage
 from oracles import codes as oracle
 from tables import exhaustive
@@ -146,7 +146,7 @@ WHOLE = [r for r in STORAGES.values() if r.visible != "float16" if r.master or r
 def patterns() -> Tensor:
     """Every upper half of a float32, and values a prime stride apart."""
     every = np.arange(0, 2**32, 16381, dtype=np.int64)
-    return quiet(float_of(as_int32(np.concatenate([every, np.arange(2**16) * 2**16]))))
+    return canonical_nan(float_of(as_int32(np.concatenate([every, np.arange(2**16) * 2**16]))))
 
 
 def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
         visible = expected
         if storage.visible == "bfloat16":
             # A tie goes up where more is kept: a tail has no room for both ends of a cell.
-            visible = oracle.cut(expected, 16, 2**15 if storage.beside else None)
+            visible = oracle.cut(expected, 16, 2**15 if storage.extra_fields else None)
         assert np.array_equal(unsigned(seen)[finite], visible)
 
 

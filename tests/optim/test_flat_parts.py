@@ -11,7 +11,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim import GaLore
-from narrowgauge.optim.parameter_formats import LONGEST_VECTOR
+from narrowgauge.optim.step.parameter_formats import LONGEST_VECTOR
 
 
 def vector(length: int = LONGEST_VECTOR, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:

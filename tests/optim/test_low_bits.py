@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.optim import codes
 from narrowgauge.optim.low_bits import has_low_bits, random_of, random_offset
+from narrowgauge.optim.step import codes
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import build, every_value, narrow, parameters, step_along
 from tensors import take_steps

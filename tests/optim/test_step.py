@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.optim import norm, proof, step_cpp, table
-from narrowgauge.optim import step as stepping
 from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.step_cpp import step_text
+from narrowgauge.optim.step import kernel_proof, launch, norm_kernel, step_cpp
+from narrowgauge.optim.step import step as stepping
+from narrowgauge.optim.step.step_cpp import step_text
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, triton
 from narrowgauge.torch_support import proof as proofs
@@ -52,9 +52,9 @@ def small_programs() -> Iterator[None]:
     """Let tensors have several programs. A kernel is proved once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton"):
-            kernels = triton.load(table.TRITON_MODULE, True)
+            kernels = triton.load(launch.TRITON_MODULE, True)
             patch.setattr(kernels.BLOCKS, "value", 2)
-            patch.setattr(table, "BLOCKS_ON_GPU", 2)
+            patch.setattr(launch, "BLOCKS_ON_GPU", 2)
         patch.setattr(step_cpp, "TILE", 32)
         patch.setattr(proofs, "_reasons", {})
         yield
@@ -97,7 +97,7 @@ LAWS += [("Triton", *pair) for pair in over(OF_EACH_KIND).args[1]]
 @pytest.mark.parametrize(("language", "rule", "storage"), LAWS, indirect=["language"])
 def test_a_kernel_has_the_bits_of_the_definition(language: str, rule: str, storage: str) -> None:
     """Ordinary and edge values, infinities, NaNs, odd ends, float32 gradients."""
-    assert proof.why_not(*kernel_of(rule, storage), CPU) == ""
+    assert kernel_proof.why_no_kernel(*kernel_of(rule, storage), CPU) == ""
 
 
 def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
         gaussian(0, 3, dtype=dtype),
         gaussian(80, 64, scale=1e3, dtype=dtype).t(),
     ]
-    assert norm.sums_on(CPU)
+    assert norm_kernel.sums_on(CPU)
     for value in (1.0, -torch.inf, torch.nan):
         tensors[0][2, 2] = value
-        assert_same_bits({"": norm.squares_by_kernel(tensors)}, {"": exact_squares(tensors)})
+        assert_same_bits({"": norm_kernel.squares_by_kernel(tensors)}, {"": exact_squares(tensors)})
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -209,13 +209,13 @@ def test_a_step_that_a_device_skips_changes_nothing(storage: str, compiled: bool
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a param group. One more finds the norm, whatever the number of tensors."""
     calls: list[int] = []
-    call = table.Table.call
+    call = launch.KernelLaunch.call
 
-    def counted(rows: table.Table, *arguments: Any, **constants: Any) -> None:
+    def counted(rows: launch.KernelLaunch, *arguments: Any, **constants: Any) -> None:
         calls.append(len(rows.rows))
         call(rows, *arguments, **constants)
 
-    monkeypatch.setattr(table.Table, "call", counted)
+    monkeypatch.setattr(launch.KernelLaunch, "call", counted)
     params = parameters("word", [(64, 64)] * 9)
     optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=1.0)
     take_steps(optimizer, range(2))
@@ -346,7 +346,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> 
     assert right in text
     monkeypatch.setattr(step_cpp, "joined_files", lambda: text.replace(right, wrong))
     with pytest.warns(UserWarning, match=r"differ in .*\[\d+, \d+\] is .* of \d+ differ"):
-        reason = proof.why_not(*kernel_of("adamw", storage), CPU)
+        reason = kernel_proof.why_no_kernel(*kernel_of("adamw", storage), CPU)
     assert "the definition's" in reason and "compil" not in reason
 
 
@@ -361,8 +361,8 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(step_cpp, "build", full)
         with pytest.warns(UserWarning, match="no space left"):
-            assert "no space left" in proof.why_not(*kernel, CPU)
-    assert proof.why_not(*kernel, CPU) == ""
+            assert "no space left" in kernel_proof.why_no_kernel(*kernel, CPU)
+    assert kernel_proof.why_no_kernel(*kernel, CPU) == ""
 
 
 def test_a_step_is_shown_by_its_types_and_the_files_that_define_them() -> None:

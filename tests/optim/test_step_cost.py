@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from narrowgauge.optim import step_cpp
 from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.step import step_cpp
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim import codes
+from narrowgauge.optim.step import codes
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.pairs import build, every_value, parameters
 from tables import exhaustive
@@ -68,7 +68,7 @@ def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
         near = torch.where(every == 0, every.float(), near)
         optimizer.adopt({weight: near})
         stored = optimizer.stored(weight)
-        if storage.beside or offset == 0:
+        if storage.extra_fields or offset == 0:
             assert torch.equal(weight, near.to(every.dtype))
         assert torch.equal(stored.to(every.dtype), weight)
         for second_storage in ("word", "exact", "master", "float16/split"):

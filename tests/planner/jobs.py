@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from narrowgauge.planner.cluster import Cluster
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.machine import Cluster
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import Tuning, read_program
 from narrowgauge.spec.chips import get_chip
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.parse import parse
 
 LLAMA = read_model("llama-8b")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.machine import Cluster, chip_of
+from narrowgauge.planner.cluster import Cluster, chip_of
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
 

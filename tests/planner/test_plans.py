@@ -15,8 +15,8 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.measured_logs import read_measured
+from narrowgauge.planner.measured_run import OTHER
 from narrowgauge.planner.memory import layer_bytes
-from narrowgauge.planner.next import OTHER
 from narrowgauge.planner.plan import plan
 from narrowgauge.runs import Record
 from planner.jobs import LLAMA, TITAN_CONFIG, TITAN_LOG, estimate

@@ -16,8 +16,8 @@ from xml.dom import minidom
 import numpy as np
 import pytest
 
-from narrowgauge.measuring.comparison import compare_runs
-from narrowgauge.measuring.diagnose import Diagnosis
+from narrowgauge.measuring.diagnose.comparison import compare_runs
+from narrowgauge.measuring.diagnose.diagnose import Diagnosis
 from narrowgauge.report.figures import Line, axis_range, thinned, ticks
 from narrowgauge.report.page import differences, lines_of, render, with_means
 from narrowgauge.runs.record import Run

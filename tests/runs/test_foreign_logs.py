@@ -14,7 +14,7 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.diagnose.comparison import compare_runs
 from narrowgauge.runs.record import Run
 
 

@@ -19,7 +19,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.step import Step
+from narrowgauge.measuring.diagnose.step_metrics import StepMetrics
 from narrowgauge.runs import record as reading
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import STEP, VERSION
@@ -214,7 +214,7 @@ def test_a_row_has_two_kilobytes_at_300_tensors() -> None:
     assert len(shortened({"zero": [*map(str, range(300))]})["zero"]) == 20
     for name in LISTS:
         assert row[name] == names[: len(row[name])] and 0 < len(row[name]) <= 20
-        assert len(set(getattr(Step.of(row), name))) == 300
+        assert len(set(getattr(StepMetrics.of(row), name))) == 300
 
 
 def test_a_loop_of_300_tensors_is_judged_whole(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.spec import notation, show
+from narrowgauge.spec import parse, show
 from narrowgauge.spec.tables import cell_text
 
 
@@ -17,7 +17,7 @@ def test_a_cell_shows_a_value(value: object, text: str) -> None:
 
 
 def test_a_recipe_names_its_sources() -> None:
-    for name in notation.representative_names():
-        recipe = notation.parse(name)
+    for name in parse.representative_names():
+        recipe = parse.parse(name)
         facts = show.recipe_facts(name).values()
         assert {recipe.compute.source, recipe.storage.source} <= set(facts), name

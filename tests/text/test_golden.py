@@ -16,7 +16,7 @@ import narrowgauge as ng
 from measuring.made_runs import make_run, seeds
 from measuring.records import AT, healthy_run
 from narrowgauge.cli.main import main
-from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.diagnose.comparison import compare_runs
 from narrowgauge.runs.record import Run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"

@@ -36,7 +36,7 @@ from narrowgauge.planner.plan import plan
 from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import Record
-from narrowgauge.spec.notation import get_compute, parse
+from narrowgauge.spec.parse import get_compute, parse
 from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, bytes_of
 

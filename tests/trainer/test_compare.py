@@ -12,7 +12,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.diagnose.comparison import compare_runs
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import train as loop

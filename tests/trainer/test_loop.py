@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.watch.hooks import RunNotice
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer import train as loop

@@ -22,12 +22,12 @@ from narrowgauge.distributed import sharding
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduce_gradients_with, require_summable
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.roles import multiplied, roles_of
+from narrowgauge.matmul.kept_layers import multiplied, roles_of
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.optim.parameter_formats import (
+from narrowgauge.optim.step.parameter_formats import (
     cast_statistics,
     refuse_shared_memory,
     round_in_place,
@@ -35,7 +35,7 @@ from narrowgauge.optim.parameter_formats import (
 )
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.parse import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import multiplies
 from narrowgauge.torch_support.torch_names import plain_name

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from narrowgauge.distributed import job
+from narrowgauge.distributed import process_group
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 
 
@@ -53,7 +53,7 @@ def _report(error: Exception) -> int:
         advice = f" (See {context.command_path} --help.)" if context else ""
         kind, text = "UsageError", error.format_message() + advice
     # All ranks have this error. torchrun prints an error of one rank alone.
-    if job.rank() == 0 and not isinstance(error, ReportedError):
+    if process_group.rank() == 0 and not isinstance(error, ReportedError):
         with contextlib.suppress(OSError):  # its reader has left
             click.echo(f"{kind}: {' '.join(text.split())}", err=True)
     return status

@@ -20,11 +20,11 @@ from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup
 from narrowgauge.errors import ChipError, RankError
-from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import log_file
 from narrowgauge.runs.record import read_run
+from narrowgauge.runs.text import plural
 from narrowgauge.spec import show, tables
-from narrowgauge.spec.notation import parse_names
+from narrowgauge.spec.parse import parse_names
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
@@ -106,8 +106,8 @@ def show_recipe(name: str, as_json: bool) -> None:
 @click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")
 def show_step(storage: str, rule: str) -> None:
     """Print the C++ types of a storage, which step it on a CPU, and the files that define them. GPUs
-    run optim/step_triton.py."""
-    from narrowgauge.optim.step_cpp import step_text
+    run optim/step/step_triton.py."""
+    from narrowgauge.optim.step.step_cpp import step_text
 
     click.echo(step_text(storage, rule))
 
@@ -160,22 +160,20 @@ def train(**settings: Any) -> None:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
-    from narrowgauge.distributed import job
-    from narrowgauge.trainer.settings import enter
+    from narrowgauge.distributed import process_group
+    from narrowgauge.trainer.settings import find_start
 
     named = flags.passed(settings)
-    if job.world_size() == 1:
+    if process_group.world_size() == 1:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
-        entry = enter(named)
+        entry = find_start(named)
         if entry.is_finished:
-            return click.echo(
-                f"{entry.settings.folder} is finished: {counted(entry.step, 'step')}."
-            )
+            return click.echo(f"{entry.settings.folder} is finished: {plural(entry.step, 'step')}.")
     from narrowgauge.trainer import train as trainer
 
-    with job.joined():
+    with process_group.joined():
         folder = trainer.train(named)
-    if job.rank() == 0:
+    if process_group.rank() == 0:
         click.echo(folder)
     return None
 
@@ -205,10 +203,10 @@ def compare(recipes: str, seeds: int, out: Path | None, as_json: bool, **setting
     The same command continues a stopped comparison; with more --recipes or --seeds it adds their
     runs.
     """
-    from narrowgauge.distributed import job
+    from narrowgauge.distributed import process_group
     from narrowgauge.trainer import compare as comparing
 
-    if (size := job.world_size()) > 1:
+    if (size := process_group.world_size()) > 1:
         raise RankError(
             f"Cannot run narrowgauge compare on {size} ranks.", "Start it once, without torchrun."
         )
@@ -273,10 +271,10 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     if is_trace(run) and log_file(run) is None:
         table = read_trace(run, other)
         return _print(as_json, table.rows, table)
-    from narrowgauge.measuring import diagnose as diagnosing
+    from narrowgauge.measuring.diagnose.diagnose import diagnose as diagnosing
 
     runs = [read_run(path) for path in (run, other) if path is not None]
-    return _print_result(as_json, diagnosing.diagnose(*runs))
+    return _print_result(as_json, diagnosing(*runs))
 
 
 @main.command("same", short_help="Which weights two models or checkpoints differ in.")
@@ -290,7 +288,7 @@ def same(first: Path, second: Path, as_json: bool) -> None:
     Each is a .safetensors file, a folder of them, such as a Hugging Face model, an adapter or an
     export, or a checkpoint of torch.distributed. No model runs.
     """
-    from narrowgauge.measuring.same import same as compare
+    from narrowgauge.measuring.same.same import same as compare
 
     _print_result(as_json, compare(first, second))
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from narrowgauge.cli import flags
-from narrowgauge.planner.ask import FOREIGN_RULES
+from narrowgauge.planner.job import FOREIGN_RULES
 from narrowgauge.planner.model import CONFIGS
 from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS
 from narrowgauge.spec import tables

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.distributed.exact_sum import ExactSum
 from narrowgauge.distributed.ranks import all_ranks, has_group
-from narrowgauge.distributed.sharding import settle
+from narrowgauge.distributed.sharding import reshard_modules
 from narrowgauge.errors import RankError, RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
@@ -158,7 +158,7 @@ class GradientReduction:
     """
 
     def __init__(self, model: nn.Module, average: bool, mesh: Any) -> None:
-        settle(model)
+        reshard_modules(model)
         self._model = model
         self._fsdp = torch_names.fsdp_groups(model)
         self._groups = _groups_of(model, self._fsdp, mesh)

@@ -16,14 +16,14 @@ from torch import nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.torch_support import torch_names
-from narrowgauge.torch_support.anatomy import parts
+from narrowgauge.torch_support.model_parts import parts
 
 
 def shard(
     model: nn.Module, mesh: Any, *, offload: bool = False, wire: str = "", average: bool = True
 ) -> nn.Module:
     """Shard a model's parameters over a mesh with FSDP2: a group for each member of a run (see
-    :mod:`narrowgauge.torch_support.anatomy`), and one for the rest.
+    :mod:`narrowgauge.torch_support.model_parts`), and one for the rest.
 
     Args:
         model: whole on every rank, with equal values, of one dtype. Its parameters become DTensors,
@@ -73,7 +73,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def settle(model: nn.Module) -> None:
+def reshard_modules(model: nn.Module) -> None:
     """Let FSDP2 and the modules hold the same sharded parameters.
 
     A forward pass may leave gathered parameters in the modules. ``to_empty`` and

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded, local_of, own_part
-from narrowgauge.optim.audit import unwrapped
+from narrowgauge.optim.audit.audit import unwrapped
 
 
 @torch.no_grad()

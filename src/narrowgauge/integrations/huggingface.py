@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerState
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations import quantizer as quantizer  # registers itself
 from narrowgauge.integrations.recording import RecordedCallback
-from narrowgauge.optim.audit import unwrapped
+from narrowgauge.optim.audit.audit import unwrapped
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.schema import Row
 

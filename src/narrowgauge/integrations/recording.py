@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.measuring.recorder import RunRecorder, folder_for
+from narrowgauge.measuring.watch.recorder import RunRecorder, folder_for
 
 
 class RecordedCallback:

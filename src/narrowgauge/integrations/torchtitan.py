@@ -21,7 +21,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import linear
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.optim import optimizers
-from narrowgauge.spec.notation import get_compute
+from narrowgauge.spec.parse import get_compute
 
 
 class SwappableLinear(Linear):

@@ -23,8 +23,8 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.grouped import grouped
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.spec.computes import Compute
-from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.extension import extended_class
+from narrowgauge.torch_support.model_parts import parts
 
 
 class Projection(nn.Module):

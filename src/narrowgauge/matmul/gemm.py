@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, Operand, bound, without_outer
-from narrowgauge.numerics.widening import (
+from narrowgauge.numerics.float32_matmul import (
     EXACT_TERMS,
     INT32_TERMS,
     is_widened,
@@ -27,8 +27,8 @@ from narrowgauge.numerics.widening import (
     multiply_wide,
 )
 from narrowgauge.spec.computes import Cast, Compute, Product
-from narrowgauge.spec.kernels import needs_kernel
-from narrowgauge.torch_support.compile import fused
+from narrowgauge.spec.matmul_kernels import needs_kernel
+from narrowgauge.torch_support.compile import call_compiled
 from narrowgauge.torch_support.machine import multiplies
 from narrowgauge.torch_support.torch_names import is_traced
 
@@ -84,7 +84,9 @@ def _scaled(
         return y
     if right is not None:
         right = right.reshape(1, -1)
-    scaled: Tensor = fused(values.numel(), bound(_scale, dtype=dtype), values, left, right, bias)
+    scaled: Tensor = call_compiled(
+        values.numel(), bound(_scale, dtype=dtype), values, left, right, bias
+    )
     return scaled
 
 

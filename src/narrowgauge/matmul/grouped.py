@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.matmul.layer_matmuls import REGISTERED, Call, gradients, layer_output, output
 from narrowgauge.matmul.operand import Operand, values_of
-from narrowgauge.numerics.widening import linear, matmul
+from narrowgauge.numerics.float32_matmul import linear, matmul
 
 
 @torch.library.custom_op("narrowgauge::grouped", mutates_args=())

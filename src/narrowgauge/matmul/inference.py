@@ -22,6 +22,7 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.experts import PRODUCTS, Projection, take_over
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.grouped import grouped
+from narrowgauge.matmul.kept_layers import multiplied, roles_of
 from narrowgauge.matmul.layer_matmuls import Call, output
 from narrowgauge.matmul.linear import (
     Computed,
@@ -32,12 +33,11 @@ from narrowgauge.matmul.linear import (
     matrix_of,
 )
 from narrowgauge.matmul.operand import Operand, cast_matrix, values_of
-from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.matmul.swapping import chosen_layers
-from narrowgauge.numerics.widening import bias_gradient, matmul
+from narrowgauge.numerics.float32_matmul import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
-from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_support.anatomy import parts
+from narrowgauge.spec.parse import get_compute
+from narrowgauge.torch_support.model_parts import parts
 from narrowgauge.torch_support.torch_names import tree_map_only
 
 NAMES = ("weight_codes", "weight_scales")

@@ -29,7 +29,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
-from narrowgauge.numerics.widening import add_product, bias_gradient
+from narrowgauge.numerics.float32_matmul import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
@@ -118,16 +118,16 @@ def gradients(
     shared: Operand | None = None
     if needs[0]:
         if slots["grad_input.right"] == "output.right":
-            rhs = call.cast(weight, "output.right").turned()
+            rhs = call.cast(weight, "output.right").transposed()
         else:
             rhs = call.cast(weight, "grad_input.right")
         lhs = call.cast(grad, "grad_input.left", rhs)
         grad_input = multiply(lhs, rhs, compute.grad_input, (grad.shape[0], inputs), grad.dtype)
         if slots["grad_weight.left"] == "grad_input.left":
-            shared = lhs.turned()
+            shared = lhs.transposed()
     if needs[1]:
         if slots["grad_weight.right"] == "output.left":
-            rhs = saved.turned()
+            rhs = saved.transposed()
         else:
             rhs = call.cast(saved.data, "grad_weight.right")
         lhs = shared or call.cast(grad, "grad_weight.left", rhs)

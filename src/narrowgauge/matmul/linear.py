@@ -19,7 +19,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.operand import layer_keys
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.numerics.widening import linear
+from narrowgauge.numerics.float32_matmul import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.extension import extended_class

@@ -1,4 +1,4 @@
-"""Multiply the operands' own codes by PyTorch's GPU kernel of :mod:`narrowgauge.spec.kernels`.
+"""Multiply the operands' own codes by PyTorch's GPU kernel of :mod:`narrowgauge.spec.matmul_kernels`.
 
 The sides of the operands are padded, and the result is cropped. Casts write codes along the
 contraction, as kernels read them, so operands of whole sides are not copied. Codes, scales and
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul.operand import Operand, values_of
-from narrowgauge.spec import kernels
+from narrowgauge.spec import matmul_kernels
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.proof import first_difference, prove
@@ -31,7 +31,7 @@ _SIDE = 16
 def has_kernel(product: Product, device: torch.device) -> bool:
     """Return whether the device has a working kernel for the codes of a product."""
     architecture = architecture_of(device)
-    if architecture is None or not kernels.has_kernel(product, architecture):
+    if architecture is None or not matmul_kernels.has_kernel(product, architecture):
         return False
     lhs, rhs = product.left, product.right
     name = f"the product of {lhs.format} and {rhs.format}"

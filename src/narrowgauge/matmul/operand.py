@@ -28,7 +28,7 @@ from narrowgauge.numerics.quantization import (
 )
 from narrowgauge.numerics.rounding import power_below, random_bits
 from narrowgauge.spec.computes import Cast
-from narrowgauge.torch_support.compile import fused
+from narrowgauge.torch_support.compile import call_compiled
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of codes that only some kernels multiply."""
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
     data: Tensor
     outer: Tensor | None = None
 
-    def turned(self) -> Operand:
+    def transposed(self) -> Operand:
         """Return the operand of a matmul that contracts the other dimension."""
         outer = self.outer
         if outer is not None:
@@ -79,18 +79,18 @@ def cast_matrix(
         x = x.float() * fold
         fold = None
     if cast.rotation != "none":
-        x = fused(size, bound(rotate, dim=dim), x)
+        x = call_compiled(size, bound(rotate, dim=dim), x)
     if cast.is_wide:
         operand = Operand(x.to(dtype))
     elif is_whole:
         function = bound(_cast_whole, cast=cast, dim=dim, dtype=dtype)
-        operand = Operand(*fused(size, function, x, key, fold))
+        operand = Operand(*call_compiled(size, function, x, key, fold))
     else:
         function = bound(_cast_blocks, cast=cast, dtype=dtype)
-        data, _, _, outer = fused(size, function, blocked(x, sides_of(cast, dim)), key)
+        data, _, _, outer = call_compiled(size, function, blocked(x, sides_of(cast, dim)), key)
         operand = Operand(data.view(x.shape), outer)
     if dim == 0:
-        return operand.turned()
+        return operand.transposed()
     return operand
 
 
@@ -182,7 +182,7 @@ _COLUMNS = 16
 def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
     """Return a layer's key for the content of some matrices, a sample of each."""
     plain = [matrix.detach() for matrix in matrices]
-    drawn: Tensor = fused(_ROWS * _COLUMNS, _content_key, key, *plain)
+    drawn: Tensor = call_compiled(_ROWS * _COLUMNS, _content_key, key, *plain)
     return drawn
 
 

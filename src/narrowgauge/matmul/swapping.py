@@ -11,6 +11,7 @@ from torch import nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.gemm import warn_if_emulated
+from narrowgauge.matmul.kept_layers import multiplied, roles_of
 from narrowgauge.matmul.linear import (
     NarrowLayer,
     is_linear,
@@ -18,9 +19,8 @@ from narrowgauge.matmul.linear import (
     make_narrow,
     refuse_replaced_forward,
 )
-from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.spec.computes import Compute
-from narrowgauge.spec.notation import get_compute
+from narrowgauge.spec.parse import get_compute
 from narrowgauge.torch_support.torch_names import plain_name
 
 Choice = str | Compute | Callable[[str], str | Compute | None]
@@ -55,7 +55,7 @@ class NarrowLayers:
     @property
     def kept(self) -> dict[str, str]:
         """Return the linear layers and projections of experts that are not narrow, and why: their
-        role (see :mod:`.roles`), or ``by choice``.
+        role (see :mod:`.kept_layers`), or ``by choice``.
         """
         layers = self.layers
         keep_last = max([layer.compute.keep_last for layer in layers.values()], default=0.0)
@@ -94,7 +94,7 @@ def swap_linears(
             it alone). A projection of experts is called ``….experts.down_proj``.
         keep: name patterns (shell wildcards) of layers to leave alone, or of modules around them.
             Layers outside the blocks, routers, adapters and last blocks are left alone too (see
-            :mod:`narrowgauge.matmul.roles`), but not if ``compute`` is a function, or casts nothing
+            :mod:`narrowgauge.matmul.kept_layers`), but not if ``compute`` is a function, or casts nothing
             below 16 bits.
         seed: of stochastic casts.
     Returns:

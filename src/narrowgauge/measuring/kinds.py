@@ -20,7 +20,7 @@ that need not be.
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ReadingKind:
     """Describe one kind of reading.
 
     Args:
@@ -45,8 +45,8 @@ class Kind:
     over: str = "step"
 
 
-KINDS: dict[str, Kind] = {
-    name: Kind(name, **row) for name, row in load_data("kinds", "measuring").items()
+KINDS: dict[str, ReadingKind] = {
+    name: ReadingKind(name, **row) for name, row in load_data("kinds", "measuring").items()
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.measuring.kinds import KINDS, SEVERITIES
-from narrowgauge.runs.finding import told
+from narrowgauge.runs.text import join_names
 from narrowgauge.spec.tables import Table
 
 STAGES = (
@@ -113,7 +113,7 @@ def in_order(readings: Iterable[Reading]) -> list[Reading]:
 
 def of_all(names: Iterable[str]) -> str:
     """Return the first name and the number of others, as the tensor of a reading."""
-    return told(names, 1)
+    return join_names(names, 1)
 
 
 def words_of(error: Exception) -> str:

@@ -1,5 +1,5 @@
 """Samples of an optimizer's step: some elements of each tensor before and after it, and the step that was
-meant, which a copy of the optimizer in a wide format takes (:mod:`narrowgauge.measuring.twin`).
+meant, which a copy of the optimizer in a wide format takes (:mod:`narrowgauge.measuring.optimizer_copy`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer as AnyOptimizer
 
-from narrowgauge.measuring.twin import Twin, no_trace, wide_of
+from narrowgauge.measuring.optimizer_copy import OptimizerCopy, no_trace, wide_of
 from narrowgauge.numerics.dtensor import local_of
 
 SIZE = 64
@@ -142,7 +142,11 @@ def shares_of(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
         is_beside = isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point()
         states[name] = x.to(torch.promote_types(x.dtype, wide.dtype)) if is_beside else x
     with no_trace():
-        meant = Twin(optimizer, sample.group, wide, states).step(sample.gradients).view(-1, SIZE)
+        meant = (
+            OptimizerCopy(optimizer, sample.group, wide, states)
+            .step(sample.gradients)
+            .view(-1, SIZE)
+        )
     stored = sample.change()
     squares = meant.square().sum(1)
     is_apart = sample.beyond(stored - meant).square().sum(1) > REPEATS * squares

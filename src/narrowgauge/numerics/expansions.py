@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import bits_of, cut_to_even, float_of
+from narrowgauge.numerics.rounding import bits_of, float_of, round_bits_to_even
 
 Pair = tuple[Tensor, Tensor]
 
@@ -51,7 +51,7 @@ class NearestEven:
     def __call__(self, x: Tensor) -> Tensor:
         # Use integers. A compiler would drop `.to(bfloat16).float()`, and fuse a product with its
         # sum. It cannot fuse across integers.
-        rounded = float_of(cut_to_even(bits_of(x), self.dropped))
+        rounded = float_of(round_bits_to_even(bits_of(x), self.dropped))
         # A GPU makes NaNs whose payload would carry into the sign.
         return rounded if x.device.type == "cpu" else torch.where(x == x, rounded, math.nan)
 

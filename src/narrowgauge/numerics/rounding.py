@@ -4,7 +4,7 @@ A float32 read as an int32 is sign and magnitude, and magnitudes are ordered lik
 half of the dropped bits and clearing them rounds to nearest. To send ties to the even neighbour,
 add one less where the lowest kept bit is 0. Adding a uniform random integer rounds stochastically,
 without bias. Adding nothing rounds toward zero. A carry goes into the exponent. Optimizers drop a
-fixed number of bits this way: :func:`cut`.
+fixed number of bits this way: :func:`round_bits`.
 
 :func:`round_to` supports every format (floats, integers, scales) in float64. There each operation
 is exact. :func:`round_nearest` and :func:`round_stochastic` are fast variants for casts of matmul
@@ -85,7 +85,7 @@ def random_bits(key: Tensor, seed: Tensor | int) -> Tensor:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
-def quiet(x: Tensor) -> Tensor:
+def canonical_nan(x: Tensor) -> Tensor:
     """Replace every NaN by the one quiet NaN. All else stays unchanged, signed zeros included."""
     return float_of(canonical_bits(x))
 
@@ -96,7 +96,7 @@ Addend = Tensor | int | None
 """
 
 
-def cut(x: Tensor, dropped: int, addend: Addend) -> Tensor:
+def round_bits(x: Tensor, dropped: int, addend: Addend) -> Tensor:
     """Return the :func:`canonical_bits` of ``x`` with the lowest ``dropped`` bits rounded off to
     zero.
 
@@ -123,7 +123,7 @@ def addend_of(bits: Tensor, dropped: int, addend: Addend) -> Tensor | int:
     return half(dropped) - 1 + ((bits >> dropped) & 1)
 
 
-def cut_to_even(bits: Tensor, dropped: int) -> Tensor:
+def round_bits_to_even(bits: Tensor, dropped: int) -> Tensor:
     """Round off the ``dropped`` lowest int32 bits, one or more, to nearest, ties to even."""
     return (bits + addend_of(bits, dropped, None)) & -(1 << dropped)
 
@@ -159,7 +159,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     Every NaN becomes the quiet NaN, on every device.
     """
     if dtype is torch.float32:
-        return quiet(x)
+        return canonical_nan(x)
     return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)
 
 
@@ -272,7 +272,7 @@ def round_to(x: Tensor, format: str | Format, *, saturate: bool = False) -> Tens
         rounded = rounded.where(values > 0, row.min if saturate else math.nan)
     rounded = torch.where(negative & ((rounded > 0) | (row.kind == "float")), -rounded, rounded)
     rounded = rounded.where(~values.isnan(), math.nan if row.nans else 0.0)
-    return quiet(rounded.float())
+    return canonical_nan(rounded.float())
 
 
 _LARGEST_STEP = 200

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.parameter_formats import cast_statistics
+from narrowgauge.optim.step.parameter_formats import cast_statistics
 
 
 class AveragedModel(TorchAveragedModel):
@@ -86,5 +86,5 @@ class AveragedModel(TorchAveragedModel):
     def _moved(self, average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
         if not (average.is_floating_point() or average.is_complex()):
             return weight  # codes, as of a quantized base
-        share = 1 / (count.item() + 1) if self.decay is None else 1 - self.decay
-        return average.lerp(weight, share)
+        lerp_weight = 1 / (count.item() + 1) if self.decay is None else 1 - self.decay
+        return average.lerp(weight, lerp_weight)

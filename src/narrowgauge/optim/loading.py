@@ -1,5 +1,5 @@
 """Saved states: those of the same storage and rule bit for bit, and the moments of torch's Adam and
-AdamW. A state of another storage goes by torch's (:mod:`narrowgauge.optim.export`).
+AdamW. A state of another storage goes by torch's (:mod:`narrowgauge.optim.torch_state`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
-from narrowgauge.optim.pairing import Group, Kernels
+from narrowgauge.optim.kernel_choice import Group, KernelChoice
 from narrowgauge.optim.rules.matrix import AnyRule
-from narrowgauge.optim.state import State, check_tensor
+from narrowgauge.optim.step.state import State, check_tensor
 from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
 
@@ -48,7 +48,7 @@ def members_of(groups: list[Group], state_dict: Mapping[str, Any]) -> dict[Any, 
     return members
 
 
-def loaded_state(kernels: Kernels, group: Group, parameter: Tensor, entry: Group) -> State:
+def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: Group) -> State:
     """Return a new state under a group's options, with the tensors of a saved one.
 
     Refuse tensors of another storage, rule or shape. What other code has put beside them stays.
@@ -94,7 +94,7 @@ def loaded_groups(rule: AnyRule, groups: list[Group], state_dict: Mapping[str, A
 
 
 def saved_states(
-    kernels: Kernels,
+    kernels: KernelChoice,
     groups: list[Group],
     entries: Mapping[Any, Any],
     members: Mapping[Any, tuple[int, Tensor]],

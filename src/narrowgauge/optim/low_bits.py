@@ -27,11 +27,11 @@ from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import add_up, local_of, place_along, split_groups
 from narrowgauge.numerics.hashing import named_seed, signed
 from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, random_bits
-from narrowgauge.optim.codes import Lane, encode, place_tail, visible_value
-from narrowgauge.optim.parameter_formats import is_vector
-from narrowgauge.optim.planes import fields_of
-from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.walk import spans
+from narrowgauge.optim.step.bit_layout import fields_of
+from narrowgauge.optim.step.codes import Lane, encode, place_tail, visible_value
+from narrowgauge.optim.step.parameter_formats import is_vector
+from narrowgauge.optim.step.state import LocalState
+from narrowgauge.optim.step.state_chunks import chunks_of
 from narrowgauge.spec.storages import VISIBLE, Storage
 
 LOW_BITS = ("zero", "random")
@@ -40,7 +40,7 @@ LOW_BITS = ("zero", "random")
 
 def has_low_bits(storage: Storage) -> bool:
     """Return whether a storage keeps more of a weight than the model sees."""
-    return bool(storage.beside) and storage.visible != "float32"
+    return bool(storage.extra_fields) and storage.visible != "float32"
 
 
 def lacks_low_bits(parameter: Tensor, value: Tensor) -> bool:
@@ -109,5 +109,5 @@ def fill_state(state: LocalState, seed: int, name: str) -> None:
     if not has_low_bits(state.storage):
         return
     keeps_ones = is_vector(state.owner)
-    for span in spans(state, random_of(state.owner, seed, name)):
+    for span in chunks_of(state, random_of(state.owner, seed, name)):
         span.store(random_low_bits(state.storage, span.lane(), span.arguments[0], keeps_ones))

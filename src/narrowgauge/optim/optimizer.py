@@ -1,7 +1,7 @@
 """The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
 Nothing here depends on a format or a formula. A step reads the state of every parameter through a
-:class:`~narrowgauge.optim.state.LocalState`, and passes its tensors to the kernel of its (rule,
+:class:`~narrowgauge.optim.step.state.LocalState`, and passes its tensors to the kernel of its (rule,
 storage). The kernel reads two scalars: one clips gradients, one skips a step
 with a non-finite gradient. The host reads the decision after the step.
 """
@@ -22,12 +22,14 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
-from narrowgauge.optim.audit import Alarm, Auditor, warn_of
+from narrowgauge.optim.audit.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import step_control
+from narrowgauge.optim.kernel_choice import Group, KernelChoice
 from narrowgauge.optim.loading import loaded_groups, members_of, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
-from narrowgauge.optim.pairing import Group, Kernels
-from narrowgauge.optim.parameter_formats import (
+from narrowgauge.optim.roster import Roster
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.step.parameter_formats import (
     KEPT,
     ROUNDED,
     batch_norm_parameters,
@@ -36,13 +38,11 @@ from narrowgauge.optim.parameter_formats import (
     refuse_shared_memory,
     round_in_place,
 )
-from narrowgauge.optim.roster import Roster
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.optim.state import State, bytes_per_param
-from narrowgauge.optim.step import run
-from narrowgauge.optim.values import store_state, store_weight, stored
-from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.values import require_choice, require_number
+from narrowgauge.optim.step.state import State, bytes_per_param
+from narrowgauge.optim.step.state_values import store_state, store_weight, stored
+from narrowgauge.optim.step.step import run
+from narrowgauge.spec.require import require_choice, require_number
+from narrowgauge.spec.storages import Storage, get_storage
 from narrowgauge.torch_support.torch_names import HostCopy, never_compiled, plain_name
 
 Params = nn.Module | Iterable[Any]
@@ -126,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
             self._stays_float32 = batch_norm_parameters(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
-        self.kernels = Kernels(rule)
+        self.kernels = KernelChoice(rule)
         self.compile = compile
         self.max_grad_norm = max_grad_norm
         self.audit_every = audit_every
@@ -169,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
             refuse_shared_memory(self._parameters())
             to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
-                asked = validation.known_row(group["storage"])
+                asked = get_storage(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
                 group["storage"] = row.name
                 warnings.warn(KEPT.format(row, asked), stacklevel=4)
@@ -295,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
-                state = self.kernels.local_part(group, parameter, self.state[parameter])
+                state = self.kernels.local_state(group, parameter, self.state[parameter])
                 store_weight(state, local_of(values[parameter]))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
                 seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
@@ -311,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
         if group["low_bits"] == "random":
             names = self._names_by({})
             for p in parameters:
-                state = self.kernels.local_part(group, p, self.state[p])
+                state = self.kernels.local_state(group, p, self.state[p])
                 fill_state(state, group["seed"], names[p])
 
     def make_missing(
@@ -342,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
         group = self.group_of(parameter)
         if name == "weight" and not self.has_state(parameter):
             return parameter.detach().to(torch.float32, copy=True)
-        state = self.kernels.local_part(group, parameter, self.state.get(parameter, {}))
+        state = self.kernels.local_state(group, parameter, self.state.get(parameter, {}))
         if name not in ("weight", *state.names):
             raise KeyError(
                 f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
@@ -380,7 +380,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        self.settle()
+        self.finish_step()
         before, self._roster = self._roster, None  # an error ends what was checked
         roster = before
         if roster is None or not roster.fits(self):
@@ -408,7 +408,7 @@ class Optimizer(torch.optim.Optimizer):
         roster.end(self, before)
         self._roster = roster
         if control.is_cpu:  # which has nothing to wait for
-            self.settle()
+            self.finish_step()
 
     def _decide(self, roster: Roster) -> Tensor:
         """Return the scalars of ``CONTROL``."""
@@ -428,7 +428,7 @@ class Optimizer(torch.optim.Optimizer):
         self.last_control = control
         return control
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Finish the last step: read the skip decision and the audit from the device, and raise
         alarms.
         """
@@ -457,7 +457,7 @@ class Optimizer(torch.optim.Optimizer):
         scale of each block. ``step`` is 0-d float32, and ``window`` where the codes of ``word``
         begin. Values are DTensors if the parameter is one.
         """
-        self.settle()  # a step skipped on a device has not yet reverted its count
+        self.finish_step()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()
         for key, state in result["state"].items():
             if isinstance(state, State):  # a plain dict, which any program can unpickle
@@ -499,7 +499,7 @@ class Optimizer(torch.optim.Optimizer):
                 "Cannot copy or pickle an optimizer that sums gradients over ranks.",
                 "Build another one, and pass it this one's state_dict().",
             )
-        self.settle()
+        self.finish_step()
         return {name: getattr(self, name) for name in _COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -509,7 +509,7 @@ class Optimizer(torch.optim.Optimizer):
             self._begin()
         super().__setstate__(state)
         if is_copy:
-            self.kernels = Kernels(self.rule)
+            self.kernels = KernelChoice(self.rule)
         self._pending = None
         self._roster = None
         self.auditor = Auditor()

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowgauge.optim.kernel_choice import Group
 from narrowgauge.optim.optimizer import Optimizer, Params
-from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.matrix import GALORE, MUON
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.numerics.exact_sums import exact_squares, total_over_ranks
 from narrowgauge.optim import validation
-from narrowgauge.optim.norm import SquaresTable, sums_on
-from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.step import batches_of
-from narrowgauge.optim.table import addresses_of, streams_of
+from narrowgauge.optim.step.launch import addresses_of, streams_of
+from narrowgauge.optim.step.norm_kernel import SquaresTable, sums_on
+from narrowgauge.optim.step.state import LocalState
+from narrowgauge.optim.step.step import batches_of
 from narrowgauge.torch_support.torch_names import is_captured, look_of
 
 CHOOSING = ("storage", "rule", "momentum")
@@ -43,7 +43,7 @@ def checked(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[LocalState,
             members.append((parameter, gradient))
     optimizer.make_missing(group, [parameter for parameter, _ in members])
     for parameter, raw in members:
-        state = optimizer.kernels.local_part(group, parameter, optimizer.state[parameter])
+        state = optimizer.kernels.local_state(group, parameter, optimizer.state[parameter])
         gradient = raw
         if raw.dtype is not parameter.dtype and raw.dtype is not torch.float32:
             gradient = raw.float()

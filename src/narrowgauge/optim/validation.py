@@ -20,13 +20,13 @@ from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.parameter_formats import is_shared_by_ranks, is_vector
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.step.parameter_formats import is_shared_by_ranks, is_vector
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.require import require_choice, require_number
+from narrowgauge.spec.storages import Storage, get_storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
-from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.torch_support.torch_names import default_store, is_captured
 
 HOW = ("fused", "foreach", "capturable", "differentiable")
@@ -80,7 +80,7 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
     elif name == "seed":
         require_number(name, value, -math.inf, is_whole=True)
     elif name == "storage":
-        known_row(value)
+        get_storage(value)
     elif name == "low_bits":
         require_choice(name, value, LOW_BITS)
     elif name == "rule":
@@ -168,17 +168,6 @@ def device_of_step(parameters: Iterable[Tensor]) -> torch.device:
 
 
 # ── storages, parameters and gradients ────────────────────────────────────────────────────────────
-
-
-def known_row(storage: str) -> Storage:
-    """Return the row of a name."""
-    if storage not in STORAGES:
-        raise RecipeError(
-            f"no storage is named {storage!r}.",
-            f"{suggestion(str(storage), STORAGES)} A recipe such as bfloat16/word is a compute and a "
-            "storage. narrowgauge show storages lists all.".strip(),
-        )
-    return STORAGES[storage]
 
 
 def check_visible(parameter: Tensor, storage: Storage, requested: str) -> None:

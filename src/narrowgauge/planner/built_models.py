@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.shapes import Architecture, Layers, Weight, parameters_of
+from narrowgauge.planner.shapes import Architecture, Layers, WeightShape, parameters_of
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")  # fmt: skip
 _WHOLE = {"full_attention", "attention", "global"}
@@ -126,7 +126,7 @@ def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
     return Layers(tuple(matmuls), vectors, has_attention=has_attention, window=window)
 
 
-def _matmul(name: str, shape: Sequence[int], config: Any, hidden: int) -> Weight:
+def _matmul(name: str, shape: Sequence[int], config: Any, hidden: int) -> WeightShape:
     """Return a matrix of a layer. Those of an MLP are named up or down, gates are up."""
     out, inner = shape[-2:]
     leaf = name.rpartition(".")[2]
@@ -135,14 +135,14 @@ def _matmul(name: str, shape: Sequence[int], config: Any, hidden: int) -> Weight
         share = _size(config, *_CHOSEN, default=1) / count
         width = inner if out == hidden else out
         if "down" in leaf or leaf == "w2":
-            return Weight("experts.down_proj", width, hidden, "experts", count, share)
+            return WeightShape("experts.down_proj", width, hidden, "experts", count, share)
         if leaf == "gate_up_proj":  # two matmuls, as presets have, so both names give one answer
             width //= 2
             count *= 2
-        return Weight("experts.up_proj", hidden, width, "experts", count, share)
+        return WeightShape("experts.up_proj", hidden, width, "experts", count, share)
     if _ATTENTION.search(name):
-        return Weight(leaf, inner, out, "attention")
+        return WeightShape(leaf, inner, out, "attention")
     if "shared" not in name.rpartition(".")[0] and re.search(r"gate$|router", name):
-        return Weight("router", inner, out, "experts")
+        return WeightShape("router", inner, out, "experts")
     is_down = out == hidden and (inner != hidden or "down" in leaf)
-    return Weight("down_proj" if is_down else "up_proj", inner, out, "mlp")
+    return WeightShape("down_proj" if is_down else "up_proj", inner, out, "mlp")

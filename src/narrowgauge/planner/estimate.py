@@ -1,4 +1,4 @@
-"""Estimates: the memory and the time of an ask, with the intervals of published runs."""
+"""Estimates: the memory and the time of a job, with the intervals of published runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from narrowgauge.planner.ask import Ask
+from narrowgauge.planner.job import Job
 from narrowgauge.planner.memory import host_bytes, memory_of, outside_bytes
 from narrowgauge.planner.step_time import step_of
 from narrowgauge.spec.tables import Row
@@ -31,8 +31,8 @@ _ROW = ("fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_len
 
 
 @dataclass(frozen=True)
-class Estimate(Ask):
-    """Compute the memory and the time of an ask."""
+class Estimate(Job):
+    """Compute the memory and the time of a job."""
 
     memory = cached_property(memory_of)
     step = cached_property(step_of)

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.shapes import Architecture
-from narrowgauge.spec.sums import ACCUMULATION_DTYPES
+from narrowgauge.spec.reductions import ACCUMULATION_DTYPES
+from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.toml import refuse_unknown
-from narrowgauge.spec.values import require_choice, require_number
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),

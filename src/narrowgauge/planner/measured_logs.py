@@ -1,5 +1,5 @@
 """Read a measured run as its program wrote it: our run folder, a configuration and log of torchtitan, a
-folder of the Hugging Face Trainer, or the arguments of :class:`~narrowgauge.planner.next.MeasuredRun`.
+folder of the Hugging Face Trainer, or the arguments of :class:`~narrowgauge.planner.measured_run.MeasuredRun`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.layouts import read_layout, read_values
-from narrowgauge.planner.next import MeasuredRun
+from narrowgauge.planner.measured_run import MeasuredRun
 from narrowgauge.runs.atomic_io import damaged
 from narrowgauge.runs.foreign_logs import SOURCE
 from narrowgauge.runs.record import Run, read_run

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from narrowgauge.planner.ask import Ask
+from narrowgauge.planner.job import Job
 from narrowgauge.planner.program import LOSSES
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.computes import Compute
@@ -28,27 +28,27 @@ Groups = dict[str, float]
 """Bytes or seconds by group."""
 
 
-def memory_of(ask: Ask) -> Groups:
+def memory_of(job: Job) -> Groups:
     """Return the memory of the worst rank at its worst moment."""
-    a = ask.architecture
-    layout = ask.layout
-    visible = bytes_per_number(ask.recipe.storage.visible)
+    a = job.architecture
+    layout = job.layout
+    visible = bytes_per_number(job.recipe.storage.visible)
     # The largest layer on one of the ranks that shard it, and the bytes of its gradient.
     largest = a.largest_layer / layout.tensor
     largest += a.parameters["experts"] / (a.num_mixture_layers or 1) / layout.ranks_of_experts
-    of_gradient = ask.trained_share * ask.stream_width
-    frozen = ask.on_rank("frozen", 3)
-    states = ask.on_rank("states", 1)
-    gradients = visible * ask.on_rank("trained", 2)
-    sums = _sums(ask)
-    if ask.program.offload:  # frozen weights are on the chip by two layers
+    of_gradient = job.trained_share * job.stream_width
+    frozen = job.on_rank("frozen", 3)
+    states = job.on_rank("states", 1)
+    gradients = visible * job.on_rank("trained", 2)
+    sums = _sums(job)
+    if job.program.offload:  # frozen weights are on the chip by two layers
         states = 0.0
-        frozen = min(frozen, 2 * largest * ask.weight_bytes)
+        frozen = min(frozen, 2 * largest * job.weight_bytes)
     if sums and not layout.is_fsdp:
         gradients = 0.0  # added to the sum as soon as it is made
-    elif ask.program.offload or ask.program.release:
+    elif job.program.offload or job.program.release:
         gradients = min(gradients, largest * of_gradient)
-    changing = _worst_moment(ask, gradients, sums)
+    changing = _worst_moment(job, gradients, sums)
     changing["gradients"] += sums
     buffers = 0.0
     if layout.zero == 3 and layout.num_sharing > 1:
@@ -57,17 +57,17 @@ def memory_of(ask: Ask) -> Groups:
         if layout.pipeline > 1:
             # FSDP2 gathers a stage once, and sums its whole gradients in reduce_dtype: float32.
             count = largest * a.num_layers / layout.pipeline
-            of_gradient = 4 * ask.trained_share
-        buffers = count * (ask.weight_bytes + of_gradient) + outer * ask.stream_width
-    if ask.tuning.base != "bfloat16":  # a matrix, dequantized
+            of_gradient = 4 * job.trained_share
+        buffers = count * (job.weight_bytes + of_gradient) + outer * job.stream_width
+    if job.tuning.base != "bfloat16":  # a matrix, dequantized
         widest = max(matmul.in_features * matmul.out_features for matmul in a.layer_matmuls)
         buffers += 2 * widest / layout.tensor
-    if ask.stream_width > ask.matmul_width and layout.recompute != "full":  # autocast's weights
-        buffers += ask.matmul_width * a.num_parameters / layout.tensor / layout.pipeline
+    if job.stream_width > job.matmul_width and layout.recompute != "full":  # autocast's weights
+        buffers += job.matmul_width * a.num_parameters / layout.tensor / layout.pipeline
     changing["buffers"] = buffers
     return {
-        "weights": visible * ask.on_rank("trained", 3) + frozen,
-        "optimizer": states + ask.on_rank("whole"),
+        "weights": visible * job.on_rank("trained", 3) + frozen,
+        "optimizer": states + job.on_rank("whole"),
         **changing,
         "overhead": FRAGMENTATION * sum(changing.values()) + outside_bytes(layout.num_ranks),
     }
@@ -78,46 +78,46 @@ def outside_bytes(chips: int) -> float:
     return CONTEXT + COMMUNICATION * (chips > 1)
 
 
-def host_bytes(ask: Ask) -> float:
+def host_bytes(job: Job) -> float:
     """Return the memory that the ranks of a node need on their host for what the program offloads."""
-    gradients = bytes_per_number(ask.recipe.storage.visible) * ask.on_rank("trained", 2)
-    on_host = ask.on_rank("states", 1) + ask.on_rank("frozen", 3) + gradients
-    on_host *= ask.program.offload
-    return (on_host + saved_on_host(ask)) * ask.cluster.chips_per_node
+    gradients = bytes_per_number(job.recipe.storage.visible) * job.on_rank("trained", 2)
+    on_host = job.on_rank("states", 1) + job.on_rank("frozen", 3) + gradients
+    on_host *= job.program.offload
+    return (on_host + saved_on_host(job)) * job.cluster.chips_per_node
 
 
-def saved_on_host(ask: Ask) -> float:
+def saved_on_host(job: Job) -> float:
     """Return the inputs of recomputed layers that a rank keeps on its host."""
-    if ask.program.saves == "chip" or ask.layout.recompute != "full":
+    if job.program.saves == "chip" or job.layout.recompute != "full":
         return 0.0
-    stream = ask.stream_width * ask.architecture.hidden_size / ask.layout.tensor
-    return ask.tokens * stream * ask.architecture.num_layers * _batches_in_flight(ask)
+    stream = job.stream_width * job.architecture.hidden_size / job.layout.tensor
+    return job.tokens * stream * job.architecture.num_layers * _batches_in_flight(job)
 
 
-def _sums(ask: Ask) -> float:
+def _sums(job: Job) -> float:
     """Return the bytes of the buffers that sum the gradients of micro-batches."""
-    width = bytes_per_number(ask.layout.accumulation_dtype)
-    if ask.recipe.storage.visible == "float16":  # its range is too short for sums
+    width = bytes_per_number(job.layout.accumulation_dtype)
+    if job.recipe.storage.visible == "float16":  # its range is too short for sums
         width = 4
-    if ask.recipe.reduction.order_invariant:
+    if job.recipe.reduction.order_invariant:
         width = _EXACT_SUM_BYTES
-    if ask.layout.micro_batches == 1 or width <= bytes_per_number(ask.recipe.storage.visible):
+    if job.layout.micro_batches == 1 or width <= bytes_per_number(job.recipe.storage.visible):
         return 0.0
-    return width * ask.on_rank("trained", 2)
+    return width * job.on_rank("trained", 2)
 
 
-def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
+def _worst_moment(job: Job, gradients: float, sums: float) -> Groups:
     """Return activations, logits and gradients at the moment at which they are the most."""
-    a = ask.architecture
-    layout = ask.layout
-    stream = ask.stream_width * a.hidden_size / layout.tensor
-    inner = ask.matmul_width * a.widest / layout.tensor
-    layer = layer_bytes(ask)
-    saved = _kept_bytes(ask, layer, stream)
+    a = job.architecture
+    layout = job.layout
+    stream = job.stream_width * a.hidden_size / layout.tensor
+    inner = job.matmul_width * a.widest / layout.tensor
+    layer = layer_bytes(job)
+    saved = _kept_bytes(job, layer, stream)
     again = 0.0 if layout.recompute == "none" else layer
     logits = 0.0
     if layout.pipeline <= 2:  # in a longer pipeline the first stage holds more
-        logits = a.vocab_size * LOSSES[ask.program.loss].kept / layout.tensor
+        logits = a.vocab_size * LOSSES[job.program.loss].kept / layout.tensor
         logits += 4 * a.hidden_size / layout.tensor + 2 * stream
     is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
     early = 0.0 if is_late else gradients
@@ -126,7 +126,7 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
         (saved + again + stream + inner, 0.0, early),
         (layer + stream + inner, 0.0, gradients),
     )
-    tokens = ask.tokens
+    tokens = job.tokens
     activations, of_loss, of_gradients = max(
         moments, key=lambda sizes: tokens * (sizes[0] + sizes[1]) + sizes[2]
     )
@@ -137,39 +137,39 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     }
 
 
-def _kept_bytes(ask: Ask, layer: float, stream: float) -> float:
+def _kept_bytes(job: Job, layer: float, stream: float) -> float:
     """Return the bytes of a token that all layers in flight keep until their backward pass.
 
     Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473,
     figure 4, for interleaving.
     """
-    a = ask.architecture
-    layout = ask.layout
+    a = job.architecture
+    layout = job.layout
     saved = layer
     if layout.recompute == "full":
-        if ask.program.saves == "host":  # two layers are on the chip
+        if job.program.saves == "host":  # two layers are on the chip
             return 2 * stream
         saved = stream
     elif layout.recompute == "selective":
         numbers = a.num_heads * a.value_dim + a.mean_outputs / 2
-        saved = stream + ask.matmul_width * numbers / layout.tensor
-    return saved * _batches_in_flight(ask) * a.num_layers
+        saved = stream + job.matmul_width * numbers / layout.tensor
+    return saved * _batches_in_flight(job) * a.num_layers
 
 
-def _batches_in_flight(ask: Ask) -> float:
+def _batches_in_flight(job: Job) -> float:
     """Return the micro-batches whose activations a stage keeps, of all layers."""
-    layout = ask.layout
+    layout = job.layout
     batches = min(layout.pipeline, layout.micro_batches) / layout.pipeline
     if layout.interleave > 1:
         batches *= 1 + (layout.pipeline - 1) / layout.pipeline / layout.interleave
     return batches
 
 
-def layer_bytes(ask: Ask) -> float:
+def layer_bytes(job: Job) -> float:
     """Return the bytes that a mean layer keeps of a token on a rank."""
-    is_eager = ask.program.kernels == "eager"
-    widths = ask.stream_width, ask.matmul_width
-    return _layer_bytes(ask.architecture, ask.recipe.compute, *widths, is_eager) / ask.layout.tensor
+    is_eager = job.program.kernels == "eager"
+    widths = job.stream_width, job.matmul_width
+    return _layer_bytes(job.architecture, job.recipe.compute, *widths, is_eager) / job.layout.tensor
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.shapes import Architecture, Layers, Weight
+from narrowgauge.planner.shapes import Architecture, Layers, WeightShape
 from narrowgauge.spec.models import MODELS, Model
 from narrowgauge.spec.toml import load_data
 
@@ -27,10 +27,14 @@ def of_preset(row: Model) -> Architecture:
     dim = hidden // row.num_heads
     widths = row.num_heads * dim, row.num_kv_heads * dim
     has_biases = row.family == "gpt2"
-    matmuls = [Weight("attention", hidden, width, "attention") for width in (*widths, widths[1])]
-    matmuls.append(Weight("attention", widths[0], hidden, "attention"))
-    matmuls.append(Weight("up_proj", hidden, row.intermediate_size, "mlp", 1 if has_biases else 2))
-    matmuls.append(Weight("down_proj", row.intermediate_size, hidden, "mlp"))
+    matmuls = [
+        WeightShape("attention", hidden, width, "attention") for width in (*widths, widths[1])
+    ]
+    matmuls.append(WeightShape("attention", widths[0], hidden, "attention"))
+    matmuls.append(
+        WeightShape("up_proj", hidden, row.intermediate_size, "mlp", 1 if has_biases else 2)
+    )
+    matmuls.append(WeightShape("down_proj", row.intermediate_size, hidden, "mlp"))
     vectors = 2 * hidden
     if has_biases:
         vectors += 2 * hidden + sum(weight.out_features for weight in matmuls)

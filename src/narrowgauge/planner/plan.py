@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
-from narrowgauge.planner.ask import FOREIGN_RULES
+from narrowgauge.planner.cluster import Cluster, chip_of
 from narrowgauge.planner.estimate import Estimate
+from narrowgauge.planner.job import FOREIGN_RULES
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.machine import Cluster, chip_of
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.plan_result import Plan
 from narrowgauge.planner.program import Program, Tuning, read_program
 from narrowgauge.planner.search import Fixed, search
 from narrowgauge.planner.shapes import Architecture
-from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.kernels import multiplies
-from narrowgauge.spec.notation import parse, parse_names
+from narrowgauge.spec.matmul_kernels import multiplies
+from narrowgauge.spec.parse import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.toml import load_data, refuse_unknown
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
-from narrowgauge.spec.values import require_choice, require_number
 
 SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 1 << 22
@@ -141,8 +141,8 @@ def answers(
     for recipe in _recipes(recipes, where.chip, loop, tuning, optimizer):
         try:
             _refuse(recipe, where.chip, optimizer)
-            ask = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
-            jobs.append(search(ask, fixed, tokens_per_step))
+            job = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
+            jobs.append(search(job, fixed, tokens_per_step))
         except NarrowgaugeError as error:
             refusal = error
             left_out[recipe.name] = str(error)
@@ -191,7 +191,7 @@ def _refuse(recipe: Recipe, chip: Chip, optimizer: str) -> None:
     if optimizer in FOREIGN_RULES:
         return
     rule = UPDATE_RULES[optimizer]
-    row = recipe.storage.keeping(rule.moments)
+    row = recipe.storage.with_states(rule.moments)
     refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 

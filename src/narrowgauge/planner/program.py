@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_values
-from narrowgauge.planner.shapes import Architecture, Weight
+from narrowgauge.planner.shapes import Architecture, WeightShape
+from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.toml import load_data, refuse_unknown
-from narrowgauge.spec.values import require_choice, require_number
 
 FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}
 """Bits of a frozen weight, scales included.
@@ -121,12 +121,12 @@ class Tuning:
                 "Train adapters over them: --lora 16.",
             )
 
-    def trains(self, weight: Weight) -> bool:
+    def trains(self, weight: WeightShape) -> bool:
         """Tell whether a weight trains itself."""
         is_outer = weight.part in ("embeddings", "head")
         return not self.lora or (self.train_embeddings and is_outer)
 
-    def frozen_bytes(self, weight: Weight) -> float:
+    def frozen_bytes(self, weight: WeightShape) -> float:
         """Return the bytes of each element of a weight that stays frozen; 0 without adapters."""
         if not self.lora:
             return 0.0
@@ -134,7 +134,7 @@ class Tuning:
             return FROZEN_BITS[self.experts] / 8
         return FROZEN_BITS[self.base] / 8 if weight.part in ("attention", "mlp") else 2.0
 
-    def adapters(self, a: Architecture) -> Iterator[Weight]:
+    def adapters(self, a: Architecture) -> Iterator[WeightShape]:
         """Yield both matrices of each adapter, ``[rank, in]`` and ``[out, rank]``."""
         for m in a.layer_matmuls:
             if self.lora and m.part in ("attention", "mlp"):

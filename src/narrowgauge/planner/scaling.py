@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import linear_regression
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.words import duration_text
+from narrowgauge.planner.plan_result import duration_text
 from narrowgauge.spec.tables import Row
 
 NOISE = 0.05

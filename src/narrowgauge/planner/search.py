@@ -14,9 +14,9 @@ from itertools import product
 from typing import Any
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.planner.cluster import Cluster
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout, suits
-from narrowgauge.planner.machine import Cluster
 from narrowgauge.planner.shapes import Architecture
 
 LEAST_PART = 4096
@@ -31,30 +31,30 @@ Fixed = Mapping[str, Any]
 """Fields of a layout with fixed values."""
 
 
-def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
-    """Return an ask in its best layout on all chips of its cluster.
+def search(job: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
+    """Return a job in its best layout on all chips of its cluster.
 
     That is the fastest whose memory interval fits. Else it is the fastest that fits, or the closest
     to fitting.
 
     Args:
-        ask: its layout is replaced.
+        job: its layout is replaced.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         tokens_per_step: a layout takes the nearest number of sequences that its ranks can share.
     Raises:
         RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences
             than replicas.
     """
-    fixed = {**read_layout(ask.program.layout), **fixed}
-    if ask.program.release:  # a gradient that is freed cannot be summed
+    fixed = {**read_layout(job.program.layout), **fixed}
+    if job.program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
-    num_sequences = max(1, round(tokens_per_step / ask.sequence_length))
-    question = ask.architecture, ask.cluster, ask.sequence_length, num_sequences
-    tried = [replace(ask, layout=layout) for layout in _layouts(*question, tuple(fixed.items()))]
+    num_sequences = max(1, round(tokens_per_step / job.sequence_length))
+    question = job.architecture, job.cluster, job.sequence_length, num_sequences
+    tried = [replace(job, layout=layout) for layout in _layouts(*question, tuple(fixed.items()))]
     if not tried:
         raise RecipeError(
-            f"no layout with {fixed or 'any field'} suits: it does not divide {ask.architecture.name} "
-            f"over {ask.cluster.name}, or {tokens_per_step:,} tokens are fewer than it computes at once.",
+            f"no layout with {fixed or 'any field'} suits: it does not divide {job.architecture.name} "
+            f"over {job.cluster.name}, or {tokens_per_step:,} tokens are fewer than it computes at once.",
             "Leave a field open, or name more tokens.",
         )
     fitting = [option for option in tried if option.fits]

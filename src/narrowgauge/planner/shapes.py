@@ -15,7 +15,7 @@ Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class WeightShape:
     """Describe ``count`` equal weights, ``[out_features, in_features]`` each. Vectors are one row.
 
     ``tokens_share`` is the fraction of tokens that each of them sees, 1 outside mixtures.
@@ -61,7 +61,7 @@ class Layers:
         window: attended tokens; None for all.
     """
 
-    matmuls: tuple[Weight, ...]
+    matmuls: tuple[WeightShape, ...]
     vectors: int
     count: int = 1
     has_attention: bool = True
@@ -110,7 +110,7 @@ class Layers:
         return near - near**2 / (2 * sequence_length)
 
 
-def parameters_of(weights: Iterable[Weight]) -> int:
+def parameters_of(weights: Iterable[WeightShape]) -> int:
     """Count the parameters of all weights."""
     return sum(weight.num_parameters for weight in weights)
 
@@ -145,7 +145,7 @@ class Architecture:
         return hash((self.name, self.num_parameters))
 
     @cached_property
-    def layer_matmuls(self) -> list[Weight]:
+    def layer_matmuls(self) -> list[WeightShape]:
         """Return the matmuls of all layers: all but the head."""
         matmuls = []
         for layers in self.layers:
@@ -154,23 +154,23 @@ class Architecture:
         return matmuls
 
     @cached_property
-    def matmuls(self) -> list[Weight]:
+    def matmuls(self) -> list[WeightShape]:
         """Return every multiplied weight, the head last, also if it is tied to the embedding."""
-        head = Weight("lm_head", self.hidden_size, self.vocab_size, "head")
+        head = WeightShape("lm_head", self.hidden_size, self.vocab_size, "head")
         return [*self.layer_matmuls, head]
 
     @cached_property
-    def weights(self) -> dict[str, list[Weight]]:
+    def weights(self) -> dict[str, list[WeightShape]]:
         """Return all parameters by place: the layers and their experts, the first and the last
         stage of a pipeline.
         """
         vectors = sum(layers.count * layers.vectors for layers in self.layers)
         rows = self.vocab_size + self.positions
         places = {
-            "layers": [Weight("norms", vectors, 1, "norms")],
+            "layers": [WeightShape("norms", vectors, 1, "norms")],
             "experts": [],
-            "first": [Weight("embed_tokens", self.hidden_size, rows, "embeddings")],
-            "last": [Weight("norm", self.outer_vectors, 1, "norms")],
+            "first": [WeightShape("embed_tokens", self.hidden_size, rows, "embeddings")],
+            "last": [WeightShape("norm", self.outer_vectors, 1, "norms")],
         }
         for matmul in self.layer_matmuls:
             places["experts" if matmul.is_expert else "layers"].append(matmul)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from narrowgauge.planner.ask import FITTED, Ask
-from narrowgauge.planner.machine import HOST_UPDATES
+from narrowgauge.planner.cluster import HOST_UPDATES
+from narrowgauge.planner.job import FITTED, Job
 from narrowgauge.planner.memory import Groups, saved_on_host
 from narrowgauge.planner.program import LOSSES, Tuning
 from narrowgauge.planner.shapes import Architecture
@@ -31,23 +31,23 @@ _EXPERT_SHOWN = 0.3  # of the exchange of tokens between experts: mixtures in vi
 _TENSOR_SHOWN = 0.6  # of an exchange between tensor ranks: asynchronous ones hide a part
 
 
-def step_of(ask: Ask) -> Groups:
+def step_of(job: Job) -> Groups:
     """Return the seconds of an optimizer step of the whole job."""
-    layout = ask.layout
+    layout = job.layout
     again = _AGAIN[layout.recompute]
-    groups = _computing(ask, again)
+    groups = _computing(job, again)
     computed = layout.micro_batches * sum(groups.values())
-    groups["communication"] = exchanges_of_batch(ask, again)
+    groups["communication"] = exchanges_of_batch(job, again)
     bubble = (layout.pipeline - 1) / layout.interleave * sum(groups.values())
     groups = {name: seconds * layout.micro_batches for name, seconds in groups.items()}
-    groups["communication"] += exchanges_of_state(ask, computed)
-    groups |= {"bubble": bubble, "optimizer": _update(ask)}
+    groups["communication"] += exchanges_of_state(job, computed)
+    groups |= {"bubble": bubble, "optimizer": _update(job)}
     # Computing hides what layers read from the host, up to its own time.
-    rate = 1e9 * ask.chip.host_gb_per_second * _HOST_SHARE
-    moved = 2 * layout.micro_batches * saved_on_host(ask)
-    if ask.program.offload:
+    rate = 1e9 * job.chip.host_gb_per_second * _HOST_SHARE
+    moved = 2 * layout.micro_batches * saved_on_host(job)
+    if job.program.offload:
         passes = layout.micro_batches * (3 if layout.recompute == "full" else 2)
-        moved += passes * ask.on_rank("frozen", 3)
+        moved += passes * job.on_rank("frozen", 3)
     groups["gaps"] += max(0.0, moved / rate - sum(groups.values()))
     return groups
 
@@ -58,31 +58,31 @@ def _linear_share(chip: Chip) -> float:
     return next(starts[start] for start in starts if chip.architecture.startswith(start))
 
 
-def _computing(ask: Ask, again: float) -> Groups:
+def _computing(job: Job, again: float) -> Groups:
     """Return the computing of a micro-batch on a rank."""
-    a = ask.architecture
-    program = ask.program
-    compute = ask.recipe.compute
-    format = ask.chip.rate_format(compute.output.left.format)
-    is_narrow = not compute.is_wide and format in ask.chip.peak_tflops
-    once, repeated = _work_of(a, ask.tuning, is_narrow)
-    scores = a.attention_flops(ask.sequence_length) / 3 * (_ATTENTION_PASSES + again)
-    moved = _moved_bytes(a, ask.stream_width, ask.matmul_width) * (1 + again / 3)
-    peak = ask.chip.peak_flops * program.factor
-    tokens = ask.tokens / ask.layout.tensor / ask.layout.pipeline
+    a = job.architecture
+    program = job.program
+    compute = job.recipe.compute
+    format = job.chip.rate_format(compute.output.left.format)
+    is_narrow = not compute.is_wide and format in job.chip.peak_tflops
+    once, repeated = _work_of(a, job.tuning, is_narrow)
+    scores = a.attention_flops(job.sequence_length) / 3 * (_ATTENTION_PASSES + again)
+    moved = _moved_bytes(a, job.stream_width, job.matmul_width) * (1 + again / 3)
+    peak = job.chip.peak_flops * program.factor
+    tokens = job.tokens / job.layout.tensor / job.layout.pipeline
     return {
-        "matmuls": tokens * (once + again * repeated) / peak / _linear_share(ask.chip),
+        "matmuls": tokens * (once + again * repeated) / peak / _linear_share(job.chip),
         "attention": tokens * scores / peak / _SHARES["attention"],
-        "elementwise": tokens * moved / _bandwidth(ask),
-        "loss": tokens * a.vocab_size * LOSSES[program.loss].moved / _bandwidth(ask),
+        "elementwise": tokens * moved / _bandwidth(job),
+        "loss": tokens * a.vocab_size * LOSSES[program.loss].moved / _bandwidth(job),
         # Routers and launches.
-        "gaps": a.num_mixture_layers / ask.layout.pipeline * 2 * program.mixture_seconds,
+        "gaps": a.num_mixture_layers / job.layout.pipeline * 2 * program.mixture_seconds,
     }
 
 
-def _bandwidth(ask: Ask) -> float:
+def _bandwidth(job: Job) -> float:
     """Return the bytes a second of the chip's memory that kernels reach."""
-    return 1e9 * ask.chip.bandwidth_gb_per_second * _SHARES["bandwidth"]
+    return 1e9 * job.chip.bandwidth_gb_per_second * _SHARES["bandwidth"]
 
 
 @lru_cache(maxsize=256)
@@ -114,11 +114,11 @@ def _moved_bytes(a: Architecture, stream_width: float, matmul_width: float) -> f
     return moved
 
 
-def _sending(ask: Ask, sent: float, ranks: int, stride: int = 1) -> float:
+def _sending(job: Job, sent: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds in which a chip sends bytes to a group of ranks at a distance of
     ``stride``; 0 for one rank.
     """
-    cluster = ask.cluster
+    cluster = job.cluster
     if ranks == 1:
         return 0.0
     if ranks * stride <= cluster.chips_per_node:
@@ -127,14 +127,14 @@ def _sending(ask: Ask, sent: float, ranks: int, stride: int = 1) -> float:
     return sent / _SHARES["network"] / cluster.network_bytes_per_second / cards
 
 
-def exchanges_of_batch(ask: Ask, again: float) -> float:
+def exchanges_of_batch(job: Job, again: float) -> float:
     """Return the seconds that a micro-batch shows of its exchanges between tensor ranks, context
     ranks and experts.
     """
-    a = ask.architecture
-    layout = ask.layout
+    a = job.architecture
+    layout = job.layout
     tensor = layout.tensor
-    token = ask.tokens / layout.pipeline * ask.matmul_width
+    token = job.tokens / layout.pipeline * job.matmul_width
     stream = (4 + 2 * again) * token * a.hidden_size
     of_tensor = a.num_layers * 2 * stream * (1 - 1 / tensor)
     heads = a.num_kv_heads * (a.query_dim + a.value_dim) / tensor
@@ -142,38 +142,38 @@ def exchanges_of_batch(ask: Ask, again: float) -> float:
     copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
     of_experts = a.num_mixture_layers * stream * copies
     distance = layout.context * layout.expert_tensor_ranks
-    shown = _TENSOR_SHOWN * _sending(ask, of_tensor, tensor)
-    shown += _sending(ask, of_context, layout.context, tensor)
-    return shown + _EXPERT_SHOWN * _sending(ask, of_experts, layout.expert, distance)
+    shown = _TENSOR_SHOWN * _sending(job, of_tensor, tensor)
+    shown += _sending(job, of_context, layout.context, tensor)
+    return shown + _EXPERT_SHOWN * _sending(job, of_experts, layout.expert, distance)
 
 
-def exchanges_of_state(ask: Ask, computing: float) -> float:
+def exchanges_of_state(job: Job, computing: float) -> float:
     """Return the seconds that a step shows of gathers of weights and sums of gradients, between
     shards and between replicas.
     """
-    layout = ask.layout
-    a = ask.architecture
+    layout = job.layout
+    a = job.architecture
     of_experts = a.parameters["experts"]
     number = (a.num_parameters - of_experts) / layout.tensor + of_experts / layout.ranks_of_experts
     number /= layout.pipeline
-    summed = ask.recipe.reduction.bytes_per_element(ask.weight_dtype) * ask.trained_share
+    summed = job.recipe.reduction.bytes_per_element(job.weight_dtype) * job.trained_share
     sharing = layout.num_sharing
     sums = layout.micro_batches if layout.zero >= 2 else 1
     gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
-    sent = number * (gathers * ask.weight_bytes + sums * summed)
-    seconds = _sending(ask, sent, sharing, layout.tensor)
+    sent = number * (gathers * job.weight_bytes + sums * summed)
+    seconds = _sending(job, sent, sharing, layout.tensor)
     shown = seconds - min(seconds, computing) * _SHARES["hidden"]
     if layout.data > 1:
-        reduced = _sending(ask, 2 * number * summed / sharing, layout.num_ranks)
+        reduced = _sending(job, 2 * number * summed / sharing, layout.num_ranks)
         shown += _ALL_REDUCE_SHOWN * reduced
     return shown
 
 
-def _update(ask: Ask) -> float:
+def _update(job: Job) -> float:
     """Return the seconds to read and write all stored tensors once, or to update them on the host."""
-    number = ask.on_rank("trained", 1)
-    if ask.program.offload:
-        to_host = 4 * ask.layout.micro_batches / (1e9 * ask.chip.host_gb_per_second)
-        return number * (to_host + ask.cluster.chips_per_node / HOST_UPDATES)
-    weights = 2 * bytes_per_number(ask.recipe.storage.visible)  # and gradients
-    return 2 * (weights * number + ask.on_rank("states", 1)) / _bandwidth(ask)
+    number = job.on_rank("trained", 1)
+    if job.program.offload:
+        to_host = 4 * job.layout.micro_batches / (1e9 * job.chip.host_gb_per_second)
+        return number * (to_host + job.cluster.chips_per_node / HOST_UPDATES)
+    weights = 2 * bytes_per_number(job.recipe.storage.visible)  # and gradients
+    return 2 * (weights * number + job.on_rank("states", 1)) / _bandwidth(job)

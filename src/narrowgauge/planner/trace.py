@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
-from narrowgauge.planner.words import duration_text
+from narrowgauge.planner.plan_result import duration_text
 from narrowgauge.spec.tables import Table, table_of
 from narrowgauge.spec.toml import load_data
 

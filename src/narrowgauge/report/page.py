@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.measuring.comparison import Comparison, interval, run_labels, seed_of
-from narrowgauge.measuring.diagnose import Diagnosis
+from narrowgauge.measuring.diagnose.comparison import Comparison, interval, run_labels, seed_of
+from narrowgauge.measuring.diagnose.diagnose import Diagnosis
 from narrowgauge.report.figures import COLOURS, Line, figure
-from narrowgauge.runs.finding import counted, told
-from narrowgauge.runs.places import PAGE_MARK
+from narrowgauge.runs.paths import PAGE_MARK
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, number
+from narrowgauge.runs.text import join_names, plural
 from narrowgauge.spec.tables import Table, is_number
 
 ABOUT = {
@@ -47,7 +47,7 @@ CURVES = {name: column for name, column in (EVAL | STEP).items() if column.curve
 def render(comparison: Comparison, runs: Sequence[Run]) -> str:
     """Return the page of a comparison and its runs, finished or not."""
     names = [*_phrases(runs, "{config[model]}"), *run_labels(runs)]
-    title = escape(f"{counted(len(runs), 'run')}: {told(names, 5)}")
+    title = escape(f"{plural(len(runs), 'run')}: {join_names(names, 5)}")
     style = (resources.files(__package__) / "page.css").read_text(encoding="utf-8")
     head = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{PAGE_MARK.decode()}',
@@ -67,7 +67,7 @@ def _about(runs: Sequence[Run]) -> Iterator[str]:
         words = []
         for phrase in phrases.split("; "):
             words += _phrases(runs, phrase)
-        text = told(words, 9)
+        text = join_names(words, 9)
         if text:
             yield f"<dt>{title}</dt><dd>{escape(text)}</dd>"
 

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
-from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
-from narrowgauge.runs.places import is_run, only_run
+from narrowgauge.runs.paths import is_run, only_run
 from narrowgauge.runs.schema import VERSION, Row
+from narrowgauge.runs.text import plural
 from narrowgauge.spec.toml import load_toml
 
 LARGE = 1 << 23
@@ -215,7 +215,7 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
         elif line.endswith(b"\n"):
             wrong.append(number)
     if wrong:
-        count = counted(len(wrong), "damaged row")
+        count = plural(len(wrong), "damaged row")
         note = f"{file.name} has {count} of {number}, the first in line {wrong[0]}; left out"
         if note not in notes:
             notes.append(note)

@@ -1,7 +1,7 @@
 """The specification: formats, computes, storages and recipes as tables that need no PyTorch.
 
-Tables: ``formats``, ``computes`` (with variants and slots), ``storages`` (with codes), ``sums``
-(accumulations and reductions), ``chips``, ``models``. ``recipes`` combines them. ``notation`` reads
+Tables: ``formats``, ``computes`` (with variants and slots), ``storages`` (with codes), ``reductions``
+(accumulations and reductions), ``chips``, ``models``. ``recipes`` combines them. ``parse`` reads
 recipes from text. ``show`` prints them through ``tables``. ``significance`` has Student's t and the
 bounds of lost updates. The optimizer, trainer, documentation and tests read the same tables.
 """

@@ -6,7 +6,7 @@ from .computes import Compute as Compute
 from .computes import Product as Product
 from .formats import FORMATS as FORMATS
 from .formats import Format as Format
+from .reductions import REDUCTIONS as REDUCTIONS
+from .reductions import Reduction as Reduction
 from .storages import STORAGES as STORAGES
 from .storages import Storage as Storage
-from .sums import REDUCTIONS as REDUCTIONS
-from .sums import Reduction as Reduction

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from narrowgauge.errors import ChipError, suggestion
+from narrowgauge.spec.require import require_number
 from narrowgauge.spec.toml import load_data
-from narrowgauge.spec.values import require_number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,7 +70,7 @@ class Chip:
 
     @property
     def target(self) -> str:
-        """Return its name in compilers and :mod:`narrowgauge.spec.kernels`, such as ``sm90``."""
+        """Return its name in compilers and :mod:`narrowgauge.spec.matmul_kernels`, such as ``sm90``."""
         return self.architecture.rpartition(" ")[2]
 
     @property

@@ -22,8 +22,8 @@ from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
+from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.toml import load_data
-from narrowgauge.spec.values import require_choice, require_number
 
 Granularity = str
 """``"none"``, ``"tensor"``, ``"row"``, ``"column"``, or a block ``"rows x terms"`` such as
@@ -59,7 +59,7 @@ def block_of(granularity: Granularity) -> tuple[int, int] | None:
     return (rows, terms) if rows.bit_count() == terms.bit_count() == 1 else None
 
 
-def turned(granularity: Granularity) -> Granularity:
+def transposed(granularity: Granularity) -> Granularity:
     """Return the granularity of a matrix's transpose."""
     return _TURNED.get(granularity) or "x".join(reversed(granularity.split("x")))
 
@@ -168,7 +168,7 @@ class Cast:
         """
         if self.rotation != "none" or self.outliers:
             return False
-        return replace(self, granularity=turned(self.granularity)) == other
+        return replace(self, granularity=transposed(self.granularity)) == other
 
     def __str__(self) -> str:
         """Write the format, and every field that is not its default."""

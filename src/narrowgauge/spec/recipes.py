@@ -2,7 +2,7 @@
 
 A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how
 weights and moments are stored, and how gradients are summed across ranks. Each part is an entry of
-a small table: N + M + K entries give N × M × K recipes. :mod:`narrowgauge.spec.notation` reads
+a small table: N + M + K entries give N × M × K recipes. :mod:`narrowgauge.spec.parse` reads
 recipes from names.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.reductions import REDUCTIONS, Reduction
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Recipe:
     Raises:
         RecipeError: the parts contradict each other.
     Example:
-        >>> from narrowgauge.spec.notation import parse
+        >>> from narrowgauge.spec.parse import parse
         >>> parse("bf16/word").name, parse("bf16/word").bytes_per_param
         ('bfloat16/word', 8.0)
     """

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from narrowgauge.spec import notation
+from narrowgauge.spec import parse
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.reductions import REDUCTIONS
 from narrowgauge.spec.storages import STORAGES, VISIBLE, width_of
-from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.tables import Row, Table, table_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -28,10 +28,10 @@ TABLES: dict[str, tuple[str, Mapping[str, Any], str]] = {
         "purpose source",
     ),
     "recipes": (
-        "Recipes: purpose, bytes, losses.", {name: notation.parse(name) for name in notation.representative_names()},
+        "Recipes: purpose, bytes, losses.", {name: parse.parse(name) for name in parse.representative_names()},
         "name bytes_per_param storage.loses compute.purpose",
     ),
-    "aliases": ("Names in other libraries, and the recipe that each means.", notation.ALIASES, ""),
+    "aliases": ("Names in other libraries, and the recipe that each means.", parse.ALIASES, ""),
     "computes": (
         "How operands of the three matmuls are cast.", COMPUTES,
         "name output grad_input grad_weight kept_bytes native purpose source",
@@ -81,8 +81,8 @@ def _rows(items: Iterable[Any], keys: str) -> list[Row]:
 
 
 def _aliases() -> list[Row]:
-    rows: list[Row] = [{"name": name, **row} for name, row in notation.ALIASES.items()]
-    for name, row in notation.REFUSED.items():
+    rows: list[Row] = [{"name": name, **row} for name, row in parse.ALIASES.items()]
+    for name, row in parse.REFUSED.items():
         why = row.get("why", "ambiguous: say which")
         rows.append({"name": name, "recipe": ", ".join(row["nearest"]), "source": why})
     return rows
@@ -94,7 +94,7 @@ def recipe_facts(name: str) -> Row:
     Args:
         name: a full name, or an alias.
     """
-    recipe = notation.parse(name)
+    recipe = parse.parse(name)
     storage = recipe.storage
     compute = recipe.compute
     least, most = storage.gradients

@@ -20,8 +20,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.require import require_choice
 from narrowgauge.spec.toml import load_data
-from narrowgauge.spec.values import require_choice
 
 Rounding = Literal["nearest", "stochastic"]
 Word = tuple[tuple[str, int], ...]
@@ -213,7 +214,7 @@ class Storage:
         return max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def extra_fields(self) -> tuple[str, ...]:
         """Return the names of the weight's fields next to the visible weight: ``master``, ``tail``,
         low parts or none.
         """
@@ -227,7 +228,7 @@ class Storage:
     def fields(self) -> Word:
         """Return all fields except the visible weight: ``(name, bits)``."""
         width = self.tail_bits or self.weight.bits
-        result = dict.fromkeys(self.beside, width)
+        result = dict.fromkeys(self.extra_fields, width)
         for state, role in self.states:
             code = self.code(role)
             result |= dict.fromkeys((state, *low_parts(state, code)), code.bits)
@@ -258,7 +259,9 @@ class Storage:
         """
         weight = self.weight
         moment = self.exp_avg_sq
-        is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
+        is_short = (
+            self.visible != "float32" and not self.extra_fields and weight.rounding == "nearest"
+        )
         is_frozen = (
             moment.parts == 1
             and moment.rounding == "nearest"
@@ -293,7 +296,7 @@ class Storage:
         result: Code = getattr(self, dict(self.states).get(role, role))
         return result
 
-    def keeping(self, states: tuple[tuple[str, str], ...]) -> Storage:
+    def with_states(self, states: tuple[tuple[str, str], ...]) -> Storage:
         """Return the same storage for a rule with other states."""
         if states == self.states:
             return self
@@ -310,6 +313,21 @@ def _storages() -> dict[str, Storage]:
 
 
 STORAGES: dict[str, Storage] = _storages()
+
+
+def get_storage(name: str) -> Storage:
+    """Return the storage of that name.
+
+    Raises:
+        RecipeError: no storage has that name.
+    """
+    if name not in STORAGES:
+        raise RecipeError(
+            f"no storage is named {name!r}.",
+            f"{suggestion(str(name), STORAGES)} A recipe such as bfloat16/word is a compute and a "
+            "storage. narrowgauge show storages lists all.".strip(),
+        )
+    return STORAGES[name]
 
 
 def for_vectors(storage: Storage) -> Storage:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.values import require_choice, require_number
 
 
 @dataclass(frozen=True)

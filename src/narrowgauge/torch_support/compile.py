@@ -37,7 +37,7 @@ may lack some.
 """
 
 
-def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
+def call_compiled(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
     """Call a function, compiled if ``size`` elements are enough to pay for it.
 
     Pass the same function object for the same lines and constants: each is compiled once.

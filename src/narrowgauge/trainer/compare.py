@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.measuring.comparison import Comparison, compare_runs, recipe_name, run_name
+from narrowgauge.measuring.diagnose.comparison import (
+    Comparison,
+    compare_runs,
+    recipe_name,
+    run_name,
+)
 from narrowgauge.report.publishing import publish, read_runs
-from narrowgauge.runs.finding import counted
-from narrowgauge.runs.places import is_run, require_comparison, require_free
+from narrowgauge.runs.paths import is_run, require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.text import plural
 from narrowgauge.runs.writer import Record, plain
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.settings import Settings, enter
+from narrowgauge.trainer.settings import Settings, find_start
 
 
 def planned(recipes: Sequence[Any], seeds: int) -> dict[str, tuple[Any, int]]:
@@ -75,7 +80,7 @@ def compare(
         [('bfloat16/master', 2), ('bfloat16/word', 2)]
     """
     from narrowgauge.distributed.ranks import all_ranks
-    from narrowgauge.measuring.recorder import RunRecorder
+    from narrowgauge.measuring.watch.recorder import RunRecorder
 
     plan = planned(recipes, seeds)
     ranks = all_ranks()
@@ -148,11 +153,11 @@ def compare_recipes(
     entries = []
     for name, (recipe, seed) in plan.items():
         of_run = {"recipe": recipe, "seed": seed, "out": str(folder / name)}
-        entries.append(enter({**settings, **of_run}))
+        entries.append(find_start({**settings, **of_run}))
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
     from narrowgauge.trainer.train import train
 
-    say(f"{counted(len(entries), 'run')} in {folder}. The same command continues after a stop.")
+    say(f"{plural(len(entries), 'run')} in {folder}. The same command continues after a stop.")
     for number, entry in enumerate(entries, 1):
         run = train(vars(entry.settings), is_verbose=False)
         loss = (read_run(run).summary or {}).get("val_loss")

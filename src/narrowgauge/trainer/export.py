@@ -9,8 +9,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs.finding import told
-from narrowgauge.runs.places import new_folder
+from narrowgauge.runs.paths import new_folder
+from narrowgauge.runs.text import join_names
 from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer.tokens import load_tokenizer
 
@@ -27,13 +27,13 @@ def export(folder: Path, out: Path) -> Path:
     """
     checkpoint, damaged = checkpoints.require(folder)
     if damaged:
-        words = f"{told(damaged)} is damaged: {out} has the weights of {checkpoint.name}."
+        words = f"{join_names(damaged)} is damaged: {out} has the weights of {checkpoint.name}."
         warnings.warn(words, stacklevel=2)
     with new_folder(out) as temporary:
         # Imported late: PyTorch takes seconds to load, and a wrong folder is reported before.
         import torch
 
-        from narrowgauge.torch_support.anatomy import weights_of
+        from narrowgauge.torch_support.model_parts import weights_of
         from narrowgauge.trainer.train import load
 
         run = load(checkpoint)

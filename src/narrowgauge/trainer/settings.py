@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, RankError, RecordError, require_package
-from narrowgauge.runs.finding import counted
-from narrowgauge.runs.places import is_run, require_free
+from narrowgauge.runs.paths import is_run, require_free
 from narrowgauge.runs.record import SchemaError, read_run, read_settings, read_summary
+from narrowgauge.runs.text import plural
 from narrowgauge.spec.models import MODELS, get_model
-from narrowgauge.spec.notation import parse
-from narrowgauge.spec.values import require_number
+from narrowgauge.spec.parse import parse
+from narrowgauge.spec.require import require_number
 from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer.tokens import open_tokens
 
@@ -114,7 +114,7 @@ class Settings:
         if self.batch_size % number or number % num_ranks:
             raise RankError(
                 f"Cannot split a batch of {self.batch_size} sequences into {number} micro-batches "
-                f"for {counted(num_ranks, 'rank')}.",
+                f"for {plural(num_ranks, 'rank')}.",
                 "Choose a --gradient-accumulation-steps that divides --batch-size and is a multiple "
                 "of the number of ranks.",
             )
@@ -147,7 +147,7 @@ def known_model(name: str) -> str:
     return name if "/" in name else get_model(name).name
 
 
-class Entry(NamedTuple):
+class Start(NamedTuple):
     """A run that may begin or continue: its checked settings, and its newest good checkpoint.
 
     ``step`` is the last one that was trained and is not repeated. ``events`` are pairs of a kind
@@ -163,7 +163,7 @@ class Entry(NamedTuple):
     is_damaged: bool = False
 
 
-def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
+def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
     """Return the run that settings ask for. Nothing is written, and what is wrong is refused before
     PyTorch is loaded.
 
@@ -193,7 +193,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
         notes = _notes_of_record(folder)
     else:
         require_free(folder)
-        return Entry(settings.checked(num_ranks))
+        return Start(settings.checked(num_ranks))
     before = Settings(**notes["settings"])
     settings = Settings(**{**notes["settings"], **named, "out": str(folder)}).checked(num_ranks)
     step = notes["step"]
@@ -220,7 +220,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
             f"Cannot continue {folder} after step {max(step, last)} because {reasons[0]}.",
             "Leave the setting as it was, or start another run with another --out.",
         )
-    return Entry(settings, checkpoint, step, tuple(events), is_finished, is_damaged)
+    return Start(settings, checkpoint, step, tuple(events), is_finished, is_damaged)
 
 
 def _has_settings(folder: Path) -> bool:

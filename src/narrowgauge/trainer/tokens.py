@@ -21,7 +21,7 @@ import numpy as np
 
 from narrowgauge.errors import DataError, require_package
 from narrowgauge.runs.atomic_io import digest
-from narrowgauge.runs.places import new_folder
+from narrowgauge.runs.paths import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -31,19 +31,19 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prepare
-from narrowgauge.distributed.job import require_same, threads_of
+from narrowgauge.distributed.process_group import require_same, threads_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.measuring.hooks import RunNotice
-from narrowgauge.measuring.recorder import RunRecorder
-from narrowgauge.optim.audit import UpdateLossWarning
+from narrowgauge.measuring.watch.hooks import RunNotice
+from narrowgauge.measuring.watch.recorder import RunRecorder
+from narrowgauge.optim.audit.audit import UpdateLossWarning
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.runs.writer import Record
-from narrowgauge.spec.notation import parse
-from narrowgauge.torch_support.put_back import generators_put_back
+from narrowgauge.spec.parse import parse
+from narrowgauge.torch_support.preserve import preserve_generators
 from narrowgauge.trainer import checkpoints, language_model
-from narrowgauge.trainer.settings import Entry, Settings, enter
+from narrowgauge.trainer.settings import Settings, Start, find_start
 from narrowgauge.trainer.tokens import Tokens, open_tokens
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
         KeyboardInterrupt: after Ctrl-C or SIGTERM, once the checkpoint is saved.
     """
     here = all_ranks()
-    entry = here.of_first(lambda: enter(named, here.size))
+    entry = here.of_first(lambda: find_start(named, here.size))
     settings = entry.settings
     if entry.is_finished:
         return settings.folder
@@ -156,7 +156,7 @@ def train_step(run: Session) -> float:
         windows = run.tokens.batch(first, size, settings.sequence_length, settings.seed)
         is_last = number == numbers[-1]
         with nullcontext() if reduction is None else reduction.micro_batch(is_last):
-            with generators_put_back():
+            with preserve_generators():
                 # A function of these three, so that a repeated step draws the same numbers.
                 torch.manual_seed(hash((settings.seed, run.step, number)))
                 loss = run.loss_sum(torch.from_numpy(windows)) / settings.tokens_per_step
@@ -273,7 +273,7 @@ def load(checkpoint: Path) -> Session:
 # ── what it records and shows ─────────────────────────────────────────────────────────────────────
 
 
-def _recorder_of(run: Session, entry: Entry, say: Callable[[str], object]) -> RunRecorder:
+def _recorder_of(run: Session, entry: Start, say: Callable[[str], object]) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session."""
     settings = run.settings
     if entry.is_damaged:

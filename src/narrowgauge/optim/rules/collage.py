@@ -22,18 +22,18 @@ from torch import Tensor
 from narrowgauge.numerics.expansions import NearestEven, Pair, grow, mul, pair_of
 from narrowgauge.numerics.rounding import sqrt
 
-Parts = Sequence[Tensor]
+ExpansionParts = Sequence[Tensor]
 """One part, or a pair."""
 
 
 def collage_adamw(
     weight: Pair,
     gradient: Tensor,
-    exp_avg: Parts,
-    exp_avg_sq: Parts,
+    exp_avg: ExpansionParts,
+    exp_avg_sq: ExpansionParts,
     s: Mapping[str, Tensor],
     rn: NearestEven,
-) -> tuple[Pair, Parts, Parts]:
+) -> tuple[Pair, ExpansionParts, ExpansionParts]:
     """Take one step of Collage's AdamW; return the new weight and moments.
 
     ``rn`` rounds to the parts' format. As published, the step itself reads only the leading parts
@@ -50,7 +50,9 @@ def collage_adamw(
     return grow(weight, change, rn), exp_avg, exp_avg_sq
 
 
-def _average(average: Parts, one_minus_beta: Tensor, *factors: Tensor, rn: NearestEven) -> Parts:
+def _average(
+    average: ExpansionParts, one_minus_beta: Tensor, *factors: Tensor, rn: NearestEven
+) -> ExpansionParts:
     """Return ``beta * average + (1 - beta) * product of the factors``, of one part or a pair.
 
     Beta has as many parts as the average.

@@ -87,15 +87,15 @@ def least_eps(beta2: float) -> float:
     return 2.0**-75 / math.sqrt(1 - beta2)
 
 
-def moving_average(average: Any, value: Any, share: Any) -> Any:
-    """Return an average moved towards a value by the factor ``share``.
+def moving_average(average: Any, value: Any, weight: Any) -> Any:
+    """Return an average moved towards a value by the factor ``weight``.
 
-    A ``share`` of 1, where beta is 0, gives the value itself.
+    A ``weight`` of 1, where beta is 0, gives the value itself.
 
     In float32 ``average + (value - average)`` is not the value: a large average absorbs a small
     one.
     """
-    return torch.where(share != 1, average + (value - average) * share, value)
+    return torch.where(weight != 1, average + (value - average) * weight, value)
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:

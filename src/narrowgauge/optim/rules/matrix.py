@@ -1,6 +1,6 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.step`). A
+Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.step.step`). A
 parameter of three dims is a stack of matrices, such as a mixture's experts. Each is stepped as if
 it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of
 its first dim against all others. A parameter of fewer than two is stepped by AdamW.
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.chunks import row_pieces
-from narrowgauge.numerics.widening import add_product, matmul
+from narrowgauge.numerics.float32_matmul import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
 
 Options = Mapping[str, Any]
-States = Mapping[str, Tensor]
+MatrixStates = Mapping[str, Tensor]
 Result = tuple[Tensor, dict[str, Tensor]]
 NEGATIVE_DECAY = "negative_decay"
 
@@ -55,17 +55,17 @@ class MatrixRule:
 
     name: str
     states: Callable[[tuple[int, int], Options], Shapes] | None
-    direction: Callable[[Tensor, States, Options, int], Result]
+    direction: Callable[[Tensor, MatrixStates, Options, int], Result]
     scalars: tuple[str, ...]
     prepare: Callable[[Options, int], tuple[float, ...]]
     decay: str = NEGATIVE_DECAY
-    beside: tuple[str, ...] = ()
-    average: Callable[[Tensor, States, Scalars], Result] | None = None
+    packed_states: tuple[str, ...] = ()
+    average: Callable[[Tensor, MatrixStates, Scalars], Result] | None = None
 
     @property
     def stored_states(self) -> tuple[tuple[str, str], ...]:
         """Return the states beside the weight, each with the code of a storage that it takes."""
-        return tuple((name, "exp_avg") for name in self.beside)
+        return tuple((name, "exp_avg") for name in self.packed_states)
 
 
 AnyRule = Rule | MatrixRule
@@ -155,13 +155,13 @@ def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
     return -decay_of(options), momentum, 1 - momentum, float(options["nesterov"])
 
 
-def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
+def _momentum(g: Tensor, states: MatrixStates, scalars: Scalars) -> Result:
     m = moving_average(states["momentum_buffer"], g, scalars["one_minus_momentum"])
     gradient = torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m)
     return gradient, {"momentum_buffer": m}
 
 
-def _muon(g: Tensor, states: States, options: Options, step: int) -> Result:
+def _muon(g: Tensor, states: MatrixStates, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
     return orthogonalise(g, options["ns_steps"]).mul_(-size), {}
 
@@ -180,7 +180,7 @@ def _galore_states(shape: tuple[int, int], options: Options) -> Shapes:
     }
 
 
-def _galore(g: Tensor, states: States, options: Options, step: int) -> Result:
+def _galore(g: Tensor, states: MatrixStates, options: Options, step: int) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
     basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
     values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=g.device)
@@ -206,7 +206,7 @@ MUON = MatrixRule(
     direction=_muon,
     scalars=(NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov"),
     prepare=_muon_scalars,
-    beside=("momentum_buffer",),
+    packed_states=("momentum_buffer",),
     average=_momentum,
 )
 GALORE = MatrixRule("galore", _galore_states, _galore, (NEGATIVE_DECAY,), _decay_scalars)

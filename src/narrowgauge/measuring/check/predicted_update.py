@@ -1,0 +1,250 @@
+"""Predict, before the run, which fraction of an update the format of a weight stores.
+
+Three numbers of each tensor: of the step, of the change of Adam's second moment, and of its epsilon.
+They have one cure: a storage that keeps low bits, or masters. A copy of the optimizer steps some
+elements (:mod:`narrowgauge.measuring.optimizer_copy`), so no class is known by its name but Muon, whose step
+reads a whole matrix. The share is the audit's (EDQ), so it compares with the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.measuring.check.dispatch import is_finite
+from narrowgauge.measuring.check.training_setup import (
+    NARROW_WEIGHTS,
+    OptimizedParameter,
+    TrainingSetup,
+    sample_elements,
+)
+from narrowgauge.measuring.optimizer_copy import OptimizerCopy, low_bits_kept, no_trace, wide_of
+from narrowgauge.measuring.reading import Readings, of_all, words_of
+from narrowgauge.measuring.samples import take
+from narrowgauge.numerics.dtensor import gradient_of
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.matrix import matrix_shape
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.significance import MIN_EDQ
+from narrowgauge.spec.tables import Row, Table
+
+WARM = 64
+"""Steps of random gradients after which the size of a step is a run's."""
+READ = 16
+"""Last steps whose sizes are read."""
+LARGE = 1 << 12
+"""Elements from which on torchao and bitsandbytes hold the states of a tensor as codes."""
+SEED = 7_919_003
+"""Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
+SHARES = {"step": "stored-share", "second_moment": "stored-moment", "eps": "stored-eps"}
+"""The kind of the reading of each share that is lost."""
+_SHOWN = {
+    "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
+    "stored of step": "step", "of second moment": "second_moment", "of eps": "eps",
+}  # fmt: skip
+
+
+@dataclass
+class Copy:
+    """What copies of an optimizer show of the tensors of one group in one format.
+
+    Attributes:
+        shares: of the second moment and of eps, where they are known.
+        keeps_step: whether what rounding cuts of a step adds up.
+        sizes: typical steps of random elements, as many as are read.
+        over_gradient: their size over the gradient's; 0 if the gradient does not decide it.
+        error: why there is no copy.
+    """
+
+    shares: Row = field(default_factory=dict)
+    keeps_step: bool = False
+    sizes: Tensor | None = None
+    over_gradient: float = 0.0
+    error: str = ""
+
+
+Copies = dict[tuple[Any, ...], Copy]
+"""By group, format, whether a tensor is large, and whether a matrix steps as a whole."""
+
+
+def predict(
+    stepped: OptimizedParameter, gradient: Tensor | None = None, copies: Copies | None = None
+) -> tuple[Row, str]:
+    """Predict what is stored of a tensor's next update.
+
+    Args:
+        gradient: its size is the step's for SGD.
+        copies: of groups that were seen before.
+    Returns:
+        The row of the printed table, whose shares are ``None`` where nothing is rounded on its own, and
+        the reason why a share is not known; empty if all are.
+    """
+    _, p, group, optimizer = stepped
+    copies = {} if copies is None else copies
+    rate = _rate(stepped)
+    matrix = _size_of_matrix(stepped)
+    key = id(group), p.dtype, p.numel() >= LARGE, bool(matrix)
+    if key not in copies:
+        copies[key] = _copy(stepped, rate, bool(matrix))
+    seen = copies[key]
+    row: Row = {
+        "dtype": dtype_name(p.dtype), "lr": rate, "decay": float(group.get("weight_decay") or 0.0),
+        "optimizer": type(optimizer).__name__, "storage": "", **dict.fromkeys(SHARES), **seen.shares,
+    }  # fmt: skip
+    if isinstance(optimizer, Optimizer):
+        row["storage"] = optimizer.storage_of(p).name
+    reason = ""
+    if p.dtype in NARROW_WEIGHTS:
+        reason = seen.error
+        if seen.keeps_step:
+            row["step"] = 1.0
+        elif seen.over_gradient and gradient is None:
+            reason = "its steps are as long as the gradient; pass batch="
+        elif not reason:
+            row["step"] = _stored_share(p, _direction(p, rate * matrix, seen, gradient))
+    return row, reason
+
+
+def _rate(stepped: OptimizedParameter) -> float:
+    """Return the learning rate: before the first step, the peak of its schedule."""
+    rates = [stepped.group.get("lr")]
+    if not stepped.optimizer.state.get(stepped.parameter):
+        rates += [stepped.group.get("initial_lr"), stepped.group.get("max_lr")]
+    return max(float(rate or 0.0) for rate in rates)
+
+
+def _copy(stepped: OptimizedParameter, rate: float, is_matrix: bool) -> Copy:
+    """Step copies of elements of a tensor, unless a step reads a whole matrix."""
+    _, p, group, optimizer = stepped
+    seen = Copy()
+    try:
+        with no_trace():
+            if isinstance(optimizer, Optimizer):
+                storage = optimizer.storage_of(p)
+                seen.keeps_step = bool(storage.extra_fields) or storage.weight.rounding != "nearest"
+            elif not is_matrix:
+                seen.shares = _of_states(optimizer, group, p)
+                if p.dtype in NARROW_WEIGHTS:
+                    seen.keeps_step = low_bits_kept(optimizer, group, p)
+            if p.dtype in NARROW_WEIGHTS and not seen.keeps_step and not is_matrix:
+                _add_sizes(seen, stepped, {"lr": rate} if "lr" in group else {})
+    except ArithmeticError as error:
+        seen.error = words_of(error)
+    return seen
+
+
+def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
+    """Return 0 for a second moment that stays without a gradient, and for an eps that does not keep a
+    step from dividing zero by zero.
+    """
+    row: Row = {}
+    start = torch.full((min(p.numel(), LARGE),), 0.5, dtype=p.dtype, device=p.device)
+    zeros = torch.zeros_like(start)
+    if group.get("eps") and not is_finite(
+        OptimizerCopy(optimizer, group, start.clone()).step(zeros)
+    ):
+        row["eps"] = 0.0
+    twin = OptimizerCopy(optimizer, group, start)
+    twin.step(torch.ones_like(start))
+    moment = twin.state("exp_avg_sq")
+    if type(moment) is Tensor and moment.dtype in NARROW_WEIGHTS:
+        before = moment.clone()
+        for _ in range(READ):
+            twin.step(zeros)
+        row["second_moment"] = float(not torch.equal(before, twin.state("exp_avg_sq")))
+    return row
+
+
+def _add_sizes(
+    seen: Copy, stepped: OptimizedParameter, options: Mapping[str, float], part: float = 1.0
+) -> None:
+    """Step elements of a tensor by gradients of random sign, and once more by small ones.
+
+    Args:
+        part: of the elements; 0 where they lose the step in float32 too.
+    """
+    _, p, group, optimizer = stepped
+    start = take(p)
+    norms = []
+    for scale in (2.0**-6, 1.0):
+        generator = torch.Generator().manual_seed(SEED)
+        twin = OptimizerCopy(optimizer, group, part * wide_of(start), options=options)
+        changes = []
+        for _ in range(WARM):
+            noise = scale * torch.randn(len(start), generator=generator)
+            changes.append(twin.step(noise.to(p.device)))
+        seen.sizes = torch.cat(changes[-READ:]).cpu().float()
+        norms.append(float(seen.sizes.norm()))
+    if not norms[1] and options.get("lr", 1.0):
+        if part:
+            _add_sizes(seen, stepped, options, 0.0)
+            return
+        raise ArithmeticError(f"a copy of {type(optimizer).__name__} does not step")
+    if norms[0] < norms[1] / 8:
+        seen.over_gradient = norms[1] / math.sqrt(READ * len(start))
+
+
+def _direction(p: Tensor, matrix: float, seen: Copy, gradient: Tensor | None) -> Tensor:
+    """Return a typical step of sampled weights."""
+    generator = torch.Generator().manual_seed(SEED)
+    weights = sample_elements(p)
+    if matrix or seen.sizes is None:
+        return matrix * torch.randn(weights.shape, generator=generator)
+    if seen.over_gradient and gradient is not None:
+        return -seen.over_gradient * sample_elements(gradient).float()
+    return seen.sizes[torch.randint(len(seen.sizes), weights.shape, generator=generator)]
+
+
+def _size_of_matrix(stepped: OptimizedParameter) -> float:
+    """Return the size of an orthogonal matrix, which Muon steps by over the rate; 0 for other rules."""
+    _, p, group, optimizer = stepped
+    name = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer):
+        name = optimizer.kernels.rule_in(group, p).name
+    if "muon" not in name.lower() or p.ndim < 2:
+        return 0.0
+    if group.get("adjust_lr_fn") == "match_rms_adamw":
+        return 0.2
+    rows, columns = matrix_shape(p.shape)[-2:]
+    return math.sqrt(max(1.0, rows / columns) / max(rows, columns))
+
+
+def _stored_share(p: Tensor, change: Tensor) -> float:
+    """Return the audit's fraction of a change of sampled weights that their format stores."""
+    weight = sample_elements(p).float()
+    stored = (weight + change).to(p.dtype).float() - weight
+    intended = change.double()
+    square = float(intended @ intended)
+    return round(float(intended @ stored.double()) / square, 2) if square else 1.0
+
+
+def add_stored(setup: TrainingSetup, gradients: Mapping[str, Tensor], result: Readings) -> None:
+    """Add a reading of each share that storage loses, and the table of what trains, the least shares
+    first. A tensor whose step is lost is named once: its shares have one cure.
+    """
+    groups: dict[tuple[Any, ...], tuple[Row, list[str]]] = {}
+    copies: Copies = {}
+    lost: dict[str, dict[str, float]] = {kind: {} for kind in SHARES.values()}
+    for stepped in setup.trained:
+        name = stepped.name
+        gradient = gradients.get(name, gradient_of(stepped.parameter))
+        row, reason = predict(stepped, gradient, copies)
+        groups.setdefault((*row.values(),), (row, []))[1].append(name)
+        if reason:
+            result.unseen[f"updates by {row['optimizer']}"] = reason
+        for share, kind in SHARES.items():
+            if row[share] is not None and row[share] < MIN_EDQ:
+                lost[kind][name] = row[share]
+                break
+    rows = [{"trains": of_all(names), **row} for row, names in groups.values()]
+    rows.sort(key=lambda row: (row["step"] is None, row["step"]))
+    result.lines = [*Table(rows, _SHOWN).plain().splitlines(), *result.lines]
+    for kind, values in lost.items():
+        if values:
+            names = sorted(values, key=values.__getitem__)
+            result.add(kind, names, values[names[0]], 1.0)

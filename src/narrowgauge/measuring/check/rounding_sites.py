@@ -1,0 +1,183 @@
+"""What rounding does to a step's gradient, and the places that do most of it.
+
+The gradient minus its shadow is what rounding does. Each place is rounded alone in a shadow, and gives
+its part. Halving the places finds the largest part in log2(n) passes: one half is measured, and the
+other follows in squares, since errors of different places are nearly orthogonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from narrowgauge.measuring.check.dispatch import SUM, is_finite, tensors_in
+from narrowgauge.measuring.check.passes import Gradients, Pass
+from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
+from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.reading import Readings
+from narrowgauge.measuring.unit_roundoff import FINEST
+from narrowgauge.runs.text import plural
+
+OF_FLOAT32 = 2.0**10
+"""Bound in roundings of float32, where products are float32: half of its digits. Of 70 healthy steps
+each has 1.8 to 9.2.
+"""
+RANKED = 4.0
+"""Roundings from which on places are ranked. Healthy models have 1.0 to 9.2."""
+FLIPPED = 4.0
+"""Factor of the bound where a rounding flips a choice, such as a unit of a ReLU: a flip is a whole
+element.
+"""
+OF_SUMS = 1.5
+"""Roundings of the gradient from which on the sum of micro-batches is measured alone: 64 of them in
+bfloat16 give 2.0.
+"""
+MOST = 0.7
+"""Fraction of a gradient that is rounding alone. Healthy tensors have at most 0.08."""
+THE_ONE = 0.94
+"""A place that gives this fraction of the error is the only one: without it a third is left."""
+LEAST_SHARE = 0.005
+"""Places with a smaller fraction of the error are not printed."""
+AT_END = 1 / 8
+"""Fraction of a cast's values at the end of its format: delayed and rounded scales leave a few there,
+of healthy steps at most 1/16.
+"""
+
+Repeat = Callable[[Collection[str]], Pass]
+"""Run a step again, with sites whose shadows are rounded."""
+
+
+def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) -> None:
+    """Tell what is unusual in the roundings of a gradient.
+
+    Args:
+        repeat: runs the step of the first pass again.
+        number: lines of places that do most, at most.
+    """
+    wide = first.wide
+    errors = {}
+    for name, shadow in first.shadows.items():
+        if is_finite(first.gradients[name]) and is_finite(shadow):
+            errors[name] = _distance(first.gradients, first.shadows, [name])
+    number_lost = len(first.gradients) - len(first.shadows)
+    if number_lost:
+        through = ", ".join(wide.cuts)
+        result.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
+    lengths = {name: float(first.shadows[name].norm()) for name in errors}
+    error = math.hypot(*errors.values())
+    length = math.hypot(*lengths.values()) or 1.0
+    unit = wide.coarsest[0] * length
+    _add_casts(wide, bool(errors) and error <= RANKED * unit, result)
+    if not errors:
+        result.lines.append("gradients: none is seen, or none is followed")
+        return
+    number_read = plural(len(errors), "tensor")
+    if not error and not any(lengths.values()):
+        result.lines.append(f"gradients of {number_read}: all are exactly zero")
+        return
+    worst = max(errors, key=errors.__getitem__)
+    result.lines.append(
+        f"gradients of {number_read}: {error / length:.2g} of their length from float64's, "
+        f"{error / unit:.3g} roundings of {wide.coarsest[1]}; most in {worst}"
+    )
+
+    def alone(sites: Collection[str]) -> float:
+        """Return the error that some sites give."""
+        reached = _distance(repeat(sites).shadows, first.shadows, list(errors))
+        return math.inf if math.isnan(reached) else reached
+
+    bound = KINDS["rounding"].bound
+    if wide.coarsest[0] == FINEST:
+        bound = OF_FLOAT32
+    elif wide.flips:
+        bound *= FLIPPED
+    for site, share in _ranked(wide, error, unit, number, alone):
+        names = ", ".join(sorted(wide.rounds[site]))
+        result.lines.append(f"  {share:.2f} of it from {names} in {site}")
+        is_usual = wide.flips or site in wide.layers
+        if share >= THE_ONE and not is_usual and bound < OF_FLOAT32:
+            bound = OF_SUMS
+    if error > bound * unit:
+        result.add("rounding", worst, error / unit, 0.0, bound)
+        return
+    for name, size in errors.items():
+        norm = float(first.gradients[name].double().norm())
+        is_alone = size > MOST * norm > 0 and lengths[name] < (1 - MOST) * norm
+        if is_alone and first.gradients[name].ndim > 1:
+            roundings = size / (wide.coarsest[0] * lengths[name] or 1.0)
+            result.add("rounding", name, roundings)
+
+
+def _distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
+    """Return the length of the difference of two sets of gradients."""
+    return math.hypot(*(float((first[name].double() - second[name]).norm()) for name in names))
+
+
+def _ranked(
+    wide: Float64Shadow,
+    error: float,
+    unit: float,
+    number: int,
+    alone: Callable[[Collection[str]], float],
+) -> Iterator[tuple[str, float]]:
+    """Yield the places that do most of an error with their shares, the largest first, until one
+    rounding is left.
+
+    Few roundings are asked of the sum of micro-batches alone: its error grows with their number.
+
+    Args:
+        unit: one rounding of the whole gradient.
+        number: places, at most.
+        alone: the error that some sites give.
+    """
+    rest = list(wide.rounds)
+    sites = list(rest)
+    if error <= (OF_FLOAT32 if wide.coarsest[0] == FINEST else RANKED) * unit:
+        sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
+    unexplained = error
+    while sites and number and unexplained > unit:
+        size = unexplained
+        while len(sites) > 1:
+            half = sites[: len(sites) // 2]
+            part = alone(half)
+            remainder = math.sqrt(max(0.0, size**2 - part**2))
+            sites = half if part >= remainder else sites[len(half) :]
+            size = max(part, remainder)
+        size = alone(sites)
+        if size < LEAST_SHARE * error:
+            break
+        yield sites[0], size / error
+        rest.remove(sites[0])
+        sites = list(rest)
+        unexplained = math.sqrt(max(0.0, unexplained**2 - size**2))
+        number -= 1
+
+
+def _add_casts(wide: Float64Shadow, is_small: bool, result: Readings) -> None:
+    """Tell casts whose values lie outside the range of their format.
+
+    Args:
+        is_small: the whole gradient errs little, so what casts in backward lose does not count.
+    """
+    losses = (
+        ("a cast errs by {:.3g} roundings", wide.cast_errors, 1.0, KINDS["cast-range"].bound),
+        ("{:.1%} of a cast's values reach its format's end", wide.at_end, 0.0, AT_END),
+    )
+    for words, values, expected, bound in losses:
+        sites = []
+        for site, value in values.items():
+            if value > expected + bound and not (is_small and site.endswith("backward")):
+                sites.append(site)
+        sites.sort(key=values.__getitem__, reverse=True)
+        result.lines += [f"  {site}: {words.format(values[site])}" for site in sites]
+        if sites:
+            result.add("cast-range", sites, values[sites[0]], expected, bound)
+
+
+def add_nonfinite(first: Pass, finite: FirstNonfinite, result: Readings) -> None:
+    """Tell gradients or a loss that are not finite, with the operations that began it."""
+    bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
+    if bad or not all(map(is_finite, tensors_in(first.loss))):
+        result.lines += [f"not finite first: {words}" for words in finite.made.values()]
+        result.add("nonfinite", bad or "the loss", len(bad) or 1)

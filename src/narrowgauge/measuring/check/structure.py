@@ -1,0 +1,193 @@
+"""Compare the shadow of a step with the shadow of the plain loss in one process.
+
+Both are without roundings, so they are equal or the step computes another gradient: a factor, or
+another distance. With several ranks each process makes the plain pass over the batches of all.
+Collectives are operations that have shadows, so sums over ranks are followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.measuring.check.dispatch import is_finite, storage_key
+from narrowgauge.measuring.check.passes import Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
+from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.reading import Readings, of_all
+from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.torch_support.torch_names import unwrapped_model
+
+SAME = KINDS["gradient"].bound
+NONE = "none, where the plain loss has one"
+ZERO = "exactly zero, and not so without roundings"
+DETACHED = "none: operations read them, and no graph of the loss leads there"
+UNREAD = "no operation reads them in this batch"
+"""What is measured of tensors without a gradient of the step."""
+MOST_PARTS = 16
+"""Micro-batches of all ranks whose gradients are read one by one."""
+
+
+def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
+    """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
+    further.
+    """
+    differing = unlike({name: fingerprint(x) for name, x in first.gradients.items()})
+    for name in differing:
+        first.shadows.pop(name, None)
+    is_wrapped = unwrapped_model(passes.model) is not passes.model
+    if differing and (is_wrapped or passes.backward is not None):
+        result.add("ranks-apart", differing, len(differing))
+    elif differing:
+        result.unseen["sums over ranks"] = "the loop makes them; pass backward="
+
+
+def unlike(prints: Mapping[str, int]) -> list[str]:
+    """Return the names whose fingerprint is another one on a rank than on rank 0."""
+    first, *rest = all_ranks().gather(prints)
+    return [name for name in first if any(row.get(name) != first[name] for row in rest)]
+
+
+def compare_structure(
+    passes: Passes, parts: list[Any], first: Pass, finite: FirstNonfinite, result: Readings
+) -> Pass:
+    """Compare a step with the plain loss, and return the pass of that.
+
+    Args:
+        parts: the micro-batches of all ranks.
+        first: the pass of the step in training mode, which ``finite`` saw.
+    Raises:
+        ArithmeticError: why they are not compared.
+    """
+    if passes.backward is None and len(parts) == 1:
+        _add_missing(passes.leaves, first.gradients, first.shadows, finite, result)
+        return first
+    batch = concatenated(parts)
+    if batch is None:
+        raise ArithmeticError("micro-batches have unlike shapes")
+    step = first
+    if all_ranks().largest(int(first.draws)):
+        passes = replace(passes, is_training=False)
+        step = passes.run(passes.step, Float64Shadow())
+    plain = passes.run(passes.plain(batch), Float64Shadow(), is_alone=True)
+    if plain.draws or (step.draws and not passes.is_training):
+        raise ArithmeticError("evaluation mode draws random numbers too")
+    exact = _compare(passes, parts, step.shadows, plain, result)
+    _add_missing(passes.leaves, step.gradients, exact, finite, result)
+    return plain
+
+
+def _compare(
+    passes: Passes, parts: list[Any], step: Gradients, plain: Pass, result: Readings
+) -> Gradients:
+    """Tell each answer: tensors that have one are one reading. Return the right gradients."""
+    exact = plain.shadows
+    size = all_ranks().size
+    terms = _terms(passes, parts) if size > 1 else []
+    mean = sum(term.value for term in terms) / (len(terms) or 1)
+    if terms and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
+        # The loss counts the labels of all ranks, and DistributedDataParallel divides by their number.
+        exact = {name: x / size for name, x in exact.items()}
+        result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
+    distances: dict[str, float] = {}
+    for name, right in exact.items():
+        gradient = step.get(name)
+        if gradient is None or not is_finite(gradient) or not is_finite(right):
+            continue
+        if right.any() and gradient.any():
+            distances[name] = float((gradient - right).norm() / right.norm())
+    differing = [name for name in distances if distances[name] > SAME]
+    equal = len(distances) - len(differing)
+    result.lines.append(
+        f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
+    )
+    if differing and not terms:
+        terms = _terms(passes, parts)
+    if differing and terms and _is_of_parts(step, exact, terms, differing):
+        return exact
+    answers: dict[str, tuple[float, float, list[str]]] = {}
+    for name in sorted(differing, key=lambda name: -round(distances[name], 6)):
+        factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
+        rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
+        answer = "not a multiple of the plain loss's", distances[name], 0.0
+        if rest <= SAME * abs(factor):
+            answer = f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
+        answers.setdefault(answer[0], (*answer[1:], []))[2].append(name)
+    for words, (value, expected, names) in answers.items():
+        result.lines.append(f"  {of_all(names)}: {words}")
+        if expected and value >= 256 and math.log2(value) % 1 == 0:
+            reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
+            result.unseen["a factor of the gradient"] = reason
+        else:
+            result.add("gradient", names, value, expected)
+    return exact
+
+
+def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
+    """Return a pass of the plain loss of each micro-batch; none if there are too many, or one."""
+    if not 1 < len(parts) <= MOST_PARTS:
+        return []
+    return [passes.run(passes.plain(part), Float64Shadow(), is_alone=True) for part in parts]
+
+
+def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: list[str]) -> bool:
+    """Return whether a step is the mean over its micro-batches, and the gradient of the whole batch is
+    not a sum of theirs, as for a contrastive loss.
+    """
+    if not all(term.shadows.keys() >= {*names} for term in terms):
+        return False
+    parts = torch.stack([_joined(term.shadows, names) for term in terms], 1)
+    stepped = _joined(step, names)
+    if float((parts.mean(1) - stepped).norm()) > SAME * float(stepped.norm()):
+        return False
+    exact_values = _joined(exact, names)
+    weights = torch.linalg.lstsq(parts, exact_values[:, None], driver="gelsd").solution[:, 0]
+    return float((exact_values - parts @ weights).norm()) > 1e-3 * float(exact_values.norm())
+
+
+def _joined(gradients: Gradients, names: list[str]) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in names])
+
+
+def _add_missing(
+    leaves: dict[str, Any],
+    step: Gradients,
+    exact: Gradients,
+    finite: FirstNonfinite,
+    result: Readings,
+) -> None:
+    """Tell tensors that get no gradient of the step, though the plain loss has one, or reads them.
+
+    An expert may be idle in a batch: what no operation reads is not looked at.
+    """
+    answers: dict[str, list[str]] = {}
+    for name in reversed(leaves if step or exact else {}):
+        gradient = step.get(name)
+        right = exact.get(name)
+        if gradient is not None and gradient.any():
+            continue
+        words = NONE if gradient is None else ZERO
+        if right is None and gradient is None:
+            words = DETACHED if storage_key(leaves[name]) in finite.read else UNREAD
+        elif right is None or not right.any():
+            words = ""
+            if finite.made:
+                result.unseen["gradients of exactly zero"] = "; ".join(finite.made.values())
+        answers.setdefault(words, []).append(name)
+    answers.pop("", None)
+    idle = answers.pop(UNREAD, None)
+    if idle:
+        result.unseen[f"gradients of {of_all(idle)}"] = UNREAD
+    for words, names in answers.items():
+        result.lines.append(f"  gradient of {of_all(names)}: {words}")
+    names = [*chain.from_iterable(answers.values())]
+    if names:
+        result.add("no-gradient", names, len(names))

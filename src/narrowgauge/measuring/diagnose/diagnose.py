@@ -1,0 +1,218 @@
+"""Diagnosis of a run: the laws of the watch, asked of its record.
+
+A run without a reading may still have a fault: shifted labels leave normal rows. So the diagnosis
+lists what the record shows, and what it does not.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.measuring.diagnose.first_difference import FirstDifference
+from narrowgauge.measuring.diagnose.laws import RULES, Laws
+from narrowgauge.measuring.diagnose.settings_diff import recipe_of
+from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, StepMetrics
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.runs.foreign_logs import NAMES
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.text import join_names, plural
+
+FLAGS = {
+    "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
+    "whether gradient norms are finite": "recorder.step(grad_norm=)", "whether evaluations are finite": "recorder.evaluate(loss)",
+    "audits": "audit_every=10",
+}  # fmt: skip
+"""Calls and options that some areas need."""
+STATES = ("exp_avg", "state:")
+"""What the keys of states in a row of fingerprints begin with."""
+FIRST = 2
+"""Rows at the start that may lack what compares a step with the one before."""
+OUTSIDE = {
+    "the gradient itself": "ng.check(model, optimizer, batch=…, loss=…)",
+    "labels and masks": "",
+}
+"""What no record shows."""
+
+
+class Diagnosis(Readings):
+    """Hold the readings of one run; ``print`` shows a table.
+
+    Args:
+        run: the record.
+
+    Attributes:
+        readings: beyond their bound. Sorted by step, stage, and excess (largest first).
+        unseen: areas that the record does not show.
+        areas: areas that the record shows.
+        is_finished: somebody said so, or the last planned step is written; true for a log of another
+            program.
+        verdict: the result in one sentence.
+    """
+
+    def __init__(self, run: Run) -> None:
+        laws = Laws(ignored(run))
+        readings = readings_of(run, laws)
+        looked_at = laws.looked_at()
+        self.areas = [area for area in areas_of(run) if area in looked_at]
+        unseen = {
+            f"{r.what} of {r.tensor or 'the run'}": r.text.partition(". ")[0] for r in laws.usual
+        }
+        super().__init__(readings, unseen=unseen | _unseen(run, looked_at))
+        self.name = run.path.name or run.path.resolve().name
+        self.is_finished = is_finished(run)
+        rows = plural(len(run.steps), "row")
+        if self.readings:
+            number = plural(len(self), "reading")
+            self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
+        elif self.areas:
+            places = [_shown(area, looked_at[area], run) for area in self.areas]
+            self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(places)}."
+        else:
+            self.verdict = f"Nothing was looked at: {rows} without a value that is read."
+        if not self.is_finished:
+            self.verdict += " The run is not finished."
+        self.lines = [f"{self.name}: {self.verdict}"]
+        for rank, names in run.run.get("unlike_ranks", {}).items():
+            self.lines.append(
+                f"Rank {rank} rounds otherwise than most ranks, in {join_names(names)}."
+            )
+        self.lines += [f"Not read: {note}." for note in run.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as values for JSON."""
+        return super().to_dict() | {
+            "run": self.name,
+            "verdict": self.verdict,
+            "is_finished": self.is_finished,
+            "looked_at": self.areas,
+        }
+
+
+def diagnose(
+    run: str | Path | Run, other: str | Path | Run | None = None
+) -> Diagnosis | FirstDifference:
+    """Show the readings of a run beyond their bound, or find the first difference of two runs.
+
+    Nothing is guessed: each reading is a recorded number and its expected value or limit.
+
+    Args:
+        run: a run folder, the log of another framework, or a result of
+            :func:`narrowgauge.read_run`.
+        other: a second run that should have been equal.
+
+    Returns:
+        The readings beyond their bound, and the areas that the record does not show. For two runs,
+            their differences.
+
+    Raises:
+        RecordError: the run is missing, or its record is damaged.
+
+    Cost: about a second for 10,000 steps.
+
+    Example:
+        >>> import tempfile, narrowgauge as ng
+        >>> folder = Path(tempfile.mkdtemp(), "first")
+        >>> from narrowgauge.runs import Record
+        >>> with Record.create(folder, {"config": {"recipe": "bfloat16/word"}}) as record:
+        ...     for step in range(1, 81):
+        ...         _ = record.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step})
+        >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
+        [(60, 'loss', 'spike')]
+    """
+    first = run if isinstance(run, Run) else read_run(run)
+    if other is None:
+        return Diagnosis(first)
+    return FirstDifference(first, other if isinstance(other, Run) else read_run(other))
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether somebody said that a run is finished, or its last planned step is written."""
+    if run.is_foreign or run.summary is not None:
+        return True
+    planned = run.config.get("steps")
+    return planned is not None and run.last_step.get("step") == planned
+
+
+# ── the readings ──────────────────────────────────────────────────────────────────────────────────
+
+
+def steps_of(run: Run) -> Iterator[StepMetrics]:
+    """Yield the steps that a record holds."""
+    return map(StepMetrics.of, heapq.merge(run.steps, run.evals, key=itemgetter("step")))
+
+
+def areas_of(run: Run) -> list[str]:
+    """Return the areas that a run could have shown: those that laws read, of the columns that a log of
+    another program may have, or else those of a recorded loop.
+    """
+    has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
+    absent = {"use of the device", "stored updates" if has_audits else "audits"}
+    if run.run.get("machine", {}).get("ranks", 1) == 1:
+        absent |= {COLUMNS["apart"].area, COLUMNS["same_data"].area}
+    columns = {name for rule in RULES for name in rule.needs | rule.also}
+    if run.is_foreign:
+        columns &= NAMES.keys()
+        absent = set()
+    areas = [column.area for name, column in COLUMNS.items() if name in columns and column.area]
+    shown = {COLUMNS[name].area for name in run.columns & COLUMNS.keys()}
+    return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
+
+
+def _unseen(run: Run, looked_at: Mapping[str, int]) -> dict[str, str]:
+    """Return what was not looked at: areas, and what the watch could not measure."""
+    flags = {} if run.is_foreign else FLAGS
+    unseen = {area: flags.get(area, "") for area in areas_of(run) if area not in looked_at}
+    for row in run.events:
+        if row["what"] == "unseen":
+            unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
+    return unseen | OUTSIDE
+
+
+def _shown(area: str, seen: int, run: Run) -> str:
+    """Return an area, and in how many rows it was seen, if not in all."""
+    rows = len(run.evals if area == COLUMNS["val_loss"].area else run.steps)
+    return area if seen >= rows - FIRST else f"{area} ({seen:,} of {rows:,} rows)"
+
+
+def readings_of(run: Run, laws: Laws) -> list[Reading]:
+    """Return the readings of a run: the first of each kind and stage. Of a count over the run return
+    the newest.
+    """
+    readings: dict[tuple[str, str], Reading] = {}
+    last: list[Reading] = []
+    for step in steps_of(run):
+        last = laws.read(step)
+        for reading in last:
+            if KINDS[reading.what].over == "step":
+                readings.setdefault((reading.what, reading.stage), reading)
+    readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
+    if "not-restored" in laws.ignore:
+        return [*readings.values()]
+    return [*readings.values(), *_not_restored(run)]
+
+
+def _not_restored(run: Run) -> Iterator[Reading]:
+    """Yield the states with which a resume begins, where the step before it left others.
+
+    Weights are left out: a loop may change them between a step and its checkpoint.
+    """
+    before: dict[int, Row] = {}
+    for row in run.fingerprints:
+        earlier = before.setdefault(row["step"], row["tensors"])
+        names = []
+        for key, entry in earlier.items():
+            if key.startswith(STATES) and row["tensors"].get(key, [0])[0] != entry[0]:
+                names.append(key)
+        if names:
+            yield measured("not-restored", names, len(names), 0.0, step=row["step"])
+
+
+def ignored(run: Run) -> tuple[str, ...]:
+    """Return the kinds that the recorded loop intends."""
+    return tuple(run.run.get("watch", {}).get("ignore", ()))

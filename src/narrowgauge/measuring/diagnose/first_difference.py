@@ -1,0 +1,290 @@
+"""The first difference of two runs that should be equal: its step, stage and tensor, its size, and
+the recorded settings that differ.
+
+Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the
+order of computation. So the first differing fingerprint shows where the runs diverged.
+
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does
+a mean over n tokens. The first step that differs is judged so, and later ones not at all: training
+amplifies any difference.
+
+Source: the expected error of n independent roundings (Higham 2002, section 2.8); one tolerance per
+tensor instead of one for all: TTrace (2506.09280).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, repeat
+from operator import itemgetter
+from typing import Any
+
+from narrowgauge.measuring.diagnose.settings_diff import PROGRAM, recipe_of, settings_diff
+from narrowgauge.measuring.reading import STAGES, Reading, Readings
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import EVAL, HASHED, STEP, SUMMARY, Column, Row, number
+from narrowgauge.runs.text import join_names, plural
+from narrowgauge.spec.formats import FORMATS
+
+COLUMNS = SUMMARY | STEP | EVAL
+"""What is compared beside tensors: every column whose unit is not of :data:`UNLIKE`."""
+UNLIKE = ("time", "sample", "")
+"""Units of what differs between any two runs."""
+ENVELOPE = 32.0
+"""Multiples of a norm's expected rounding error: rounding errors are not independent."""
+LEAST = {"size": 2.0**-10, "loss": 2.0**-20, "norm": 2.0**-20}
+"""By unit, relative: 2^-20 are 8 ulps of float32. Another order of a float32 model's sums moved norms by up
+to 1.4e-7.
+"""
+SHARE = 0.05
+"""Difference of two shares, which are of samples."""
+LAST = "weights_fingerprint"
+"""The hash of the final weights, which is compared behind all else."""
+_OWN_TIMES = ("seconds", "per_second", "bytes")
+OTHER = Column("", "number", "", stage="optimizer step", unit="other")
+"""A column of the loop's own. Its numbers may differ by a twentieth: no unit is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedValue:
+    """Hold a compared value.
+
+    Args:
+        tensor: ``KIND:NAME``; empty for a column.
+        bits: in which equal values are equal.
+        value: a number, or the norm of a tensor.
+        count: elements or tokens that it is a sum over; 0 if unknown.
+        hashes: of the ranks, where they differ.
+    """
+
+    column: Column
+    tensor: str
+    bits: str
+    value: float | None
+    count: float = 0
+    hashes: Sequence[int] = ()
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Return the place in a step: stage by stage settings, tensors in their order, other numbers."""
+        rank = 2
+        if self.tensor:
+            rank = 1
+        elif self.column.unit == "setting":
+            rank = 0
+        return self.column.name == LAST, STAGES.index(self.column.stage), rank
+
+    def bound(self, other: ComparedValue, u: float) -> float | None:
+        """Return the difference that rounding explains, of a unit roundoff; ``None`` if that is not known."""
+        unit = self.column.unit
+        if unit == "share":
+            return SHARE
+        if self.value is None or other.value is None:
+            return None
+        size = max(abs(self.value), abs(other.value)) or 1.0
+        if unit == "other":
+            return SHARE * size
+        if unit not in LEAST:
+            return 0.0
+        count = 1 if unit == "size" else self.count
+        if u == math.inf or not count:
+            return None
+        return max(ENVELOPE * u / math.sqrt(count), LEAST[unit]) * size
+
+
+class FirstDifference(Readings):
+    """Find the first difference of two runs from their records, finished or not; ``print`` shows a
+    table.
+
+    Attributes:
+        readings: what differs in the first step that differs, in the order of a step: all beyond
+            rounding, or else all. Each expects the first run's value; its bound is what rounding
+            explains.
+        is_rounding: nothing differs by more than rounding, both round alike, and no recorded setting of
+            the program differs.
+        is_complete: both runs finished with equal hashes of the final weights.
+        settings: recorded settings, data and software that differ.
+        verdict: the result in one sentence.
+    """
+
+    def __init__(self, first: Run, second: Run) -> None:
+        super().__init__()
+        self.names = [first.path.name, second.path.name]
+        if first.path.name == second.path.name:
+            self.names = [str(first.path), str(second.path)]
+        self.settings = settings_diff(first.run, second.run)
+        units = _roundoffs(first), _roundoffs(second)
+        u = tuple(map(max, *units))
+        is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
+        details: list[str] = []
+        self.is_rounding = self.is_complete = False
+        num_steps = 0
+        for step, one, other in _common_steps(first, second):
+            num_steps += step > 0
+            here = _entries(one, step)
+            there = _entries(other, step)
+            differing = [*_differences(step, here, there, u)]
+            self.is_complete = not differing and LAST in here.keys() & there.keys()
+            if differing:
+                beyond = [reading for reading in differing if reading.excess > 1]
+                is_measured = any(reading.bound is not None for reading in beyond)
+                self.readings = beyond if is_measured else differing
+                self.is_rounding = not beyond and is_alike
+                details = self._details(here, there)
+                break
+        self.verdict = self._verdict(num_steps)
+        self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
+        if math.inf in u and self.readings and self.readings[0].bound is None:
+            words = "No format of the outputs is recorded, so no bound of rounding is known."
+            self.lines.append(words)
+        pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
+        if pairs:
+            self.lines.append(f"Recorded settings that differ: {join_names(pairs, 6)}.")
+        elif self.readings:
+            self.lines.append("No recorded setting differs.")
+        self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
+
+    def _details(
+        self, here: Mapping[str, ComparedValue], there: Mapping[str, ComparedValue]
+    ) -> list[str]:
+        """Return which run alone has the first tensor that differs, or which of its ranks differ. A run
+        whose ranks are alike has one hash.
+        """
+        at = self.readings[0]
+        if at.what == "only-in-one-run":
+            return [f"Only {self.names[int(at.value or 0)]} has {at.tensor}."]
+        if not at.tensor:
+            return []
+        entries = here[at.tensor], there[at.tensor]
+        count = max(len(entry.hashes) for entry in entries)
+        hashes = [entry.hashes or [int(entry.bits)] * count for entry in entries]
+        ranks = []
+        for rank, (first, second) in enumerate(zip(*hashes, strict=False)):
+            if first != second:
+                ranks.append(str(rank))
+        if len(hashes[0]) != len(hashes[1]) or len(ranks) == count:
+            return []
+        return [f"Of {count} ranks these differ there: {', '.join(ranks)}."]
+
+    def _verdict(self, number: int) -> str:
+        if self.readings:
+            at = self.readings[0]
+            words = " within rounding" if self.is_rounding else ""
+            size = ""
+            if at.expected and at.value is not None and math.isfinite(at.value - at.expected):
+                # The first digits of both may not show it.
+                size = f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
+            place = f"{at.tensor or at.what} ({at.stage})"
+            return f"The runs first differ{words} at step {at.step}, in {place}{size}."
+        if self.is_complete:
+            return "The same run, bit for bit to the last weight."
+        if not number:
+            return "Cannot compare the records because they have no step in common."
+        return f"The same in all that both recorded ({plural(number, 'step')})."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as values for JSON."""
+        names = ("names", "verdict", "is_rounding", "settings")
+        return super().to_dict() | {name: getattr(self, name) for name in names}
+
+
+def _roundoffs(run: Run) -> tuple[float, float]:
+    """Return the coarsest unit roundoff of what a run computed, as its recorded outputs say, or else its
+    recipe; and of what it stored. Infinity stands for an unknown one.
+    """
+    recipe = recipe_of(run)
+    computed = set[str]()
+    for row in islice(run.fingerprints, 2):
+        for key, entry in (row.get("tensors") or {}).items():
+            if key.startswith("output:"):
+                computed.update(map(str, entry[3:4]))
+    if recipe is not None and computed.isdisjoint(FORMATS):
+        computed.add(recipe.compute.dtype)
+    stored = computed if recipe is None else computed | {recipe.storage.visible}
+    return _coarsest(computed), _coarsest(stored)
+
+
+def _coarsest(names: set[str]) -> float:
+    return max([FORMATS[name].epsilon / 2 for name in names & FORMATS.keys()], default=math.inf)
+
+
+def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
+    """Yield each step that both recorded, with the columns, the evaluation and the fingerprints of both; at
+    the last step those of the final weights.
+
+    If a table has several rows of a step, take the first: a resume repeats its checkpoint's
+    fingerprints.
+    """
+    tables = []
+    for side, run in enumerate((first, second)):
+        end: list[Row] = []
+        if run.summary is not None:
+            end = [{"step": run.last_step.get("step", 0), LAST: run.summary.get(LAST)}]
+        for rows in (run.fingerprints, run.steps, run.evals, end):
+            in_order = sorted(rows, key=itemgetter("step")) if isinstance(rows, list) else rows
+            tables.append(zip(in_order, repeat(side), strict=False))
+    merged = heapq.merge(*tables, key=_step_of)
+    for step, group in groupby(merged, _step_of):
+        joined: list[Row] = [{}, {}]
+        for row, side in group:
+            joined[side] = row | joined[side]
+        if all(joined):
+            yield step, joined[0], joined[1]
+
+
+def _step_of(entry: tuple[Row, int]) -> int:
+    return int(entry[0]["step"])
+
+
+def _entries(row: Row, step: int) -> dict[str, ComparedValue]:
+    """Return each compared column and tensor. Gradients are those at loss scale 1."""
+    entries: dict[str, ComparedValue] = {}
+    elements = 0
+    tokens = (number(row.get("tokens")) or 0) / max(1, step)
+    for key, (bits, norm, numel, *more) in (row.get("tensors") or {}).items():
+        kind = key.partition(":")[0]
+        if kind == "grad":
+            norm /= number(row.get("loss_scale")) or 1.0
+            elements += numel
+        elif kind == "tokens":
+            tokens = tokens or numel
+            norm = None  # of integers
+        hashes = more[-1] if more and isinstance(more[-1], list) else ()
+        if kind in HASHED:
+            entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, hashes)
+    for name, x in row.items():
+        column = COLUMNS.get(name, OTHER)
+        is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))
+        if x is not None and not is_own and column.unit not in UNLIKE:
+            count = elements if column.unit == "norm" and elements else tokens
+            entries[name] = ComparedValue(column, "", str(x), number(x), count)
+    return entries
+
+
+def _differences(
+    step: int,
+    here: Mapping[str, ComparedValue],
+    there: Mapping[str, ComparedValue],
+    u: Sequence[float],
+) -> Iterator[Reading]:
+    """Yield the differences of a step in its order. Without a value only bits are known to differ."""
+    kinds = [{x.column.name for x in entries.values() if x.tensor} for entries in (here, there)]
+    entries = {**here, **there}
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].place):
+        stage = entry.column.stage if step else "start"
+        if key not in here or key not in there:
+            if entry.tensor and entry.column.name in kinds[0] & kinds[1]:
+                yield Reading(step, stage, key, "only-in-one-run", float(key in there))
+            continue
+        one = here[key]
+        what = key
+        if entry.tensor:
+            what = "bits" if entry.value is None else "norm"
+        is_stored = STAGES.index(entry.column.stage) >= STAGES.index("optimizer step")
+        numbers = entry.value, one.value, one.bound(entry, u[is_stored])
+        reading = Reading(step, stage, entry.tensor, what, *numbers)
+        if one.bits != entry.bits and (entry.column is not OTHER or reading.excess > 1):
+            yield reading

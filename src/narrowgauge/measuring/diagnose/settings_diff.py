@@ -1,0 +1,59 @@
+"""Recorded differences between two runs: settings, data and software."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.parse import parse
+from narrowgauge.spec.recipes import Recipe
+
+PROGRAM = ("config", "data", "model", "optimizer")
+"""Tables of ``run.toml`` that say what is computed."""
+TABLES = (*PROGRAM, "versions", "machine", "arithmetic")
+"""Compared tables: the others may explain another rounding, and no more."""
+
+NOT_COMPARED = frozenset({
+    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints",
+    "audit_every", "fingerprints_every", "unigram_loss",
+})  # fmt: skip
+"""Settings that do not affect the bits of training."""
+
+
+def recipe_of(run: Run) -> Recipe | None:
+    """Return the recipe in a run's record, or ``None``."""
+    try:
+        return parse(run.config["recipe"])
+    except (NarrowgaugeError, KeyError, TypeError):
+        return None
+
+
+def settings_diff(
+    first: Row, second: Row, tables: Sequence[str] = TABLES
+) -> dict[str, tuple[str, str]]:
+    """Return the values of both ``run.toml`` that differ, by name: settings, versions, and properties
+    of the data, the machine and its arithmetic.
+
+    Skip entries that only one has, and paths: what is there is in another table.
+    """
+    differences: dict[str, tuple[str, str]] = {}
+    for table in tables:
+        second_values = dict(_leaves(second.get(table, {})))
+        for name, value in _leaves(first.get(table, {})):
+            pair = str(value), str(second_values.get(name, value))
+            is_place = table == "config" and name != "recipe" and all("/" in text for text in pair)
+            if pair[0] != pair[1] and not is_place:
+                differences.setdefault(name, pair)
+    return differences
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a table, those of tables within it by their path."""
+    for name, value in values.items():
+        if isinstance(value, dict) and name != "recipe":
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif name not in NOT_COMPARED:
+            yield prefix + name, value

@@ -1,0 +1,1 @@
+"""Compare weights, models and what a resumed run computes with."""

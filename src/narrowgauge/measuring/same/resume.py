@@ -1,0 +1,225 @@
+"""Check that a resumed run is the same run, for any loop.
+
+Compare the saved state with the state of fresh objects after the load. Then both take the steps
+after the checkpoint. Tensors are compared by fingerprints of their bits, which do not depend on
+sharding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.measuring.reading import Readings, measured
+from narrowgauge.measuring.same.weights import bare_name
+from narrowgauge.measuring.watch.fingerprints import fingerprints_whole
+from narrowgauge.numerics.dtensor import whole
+from narrowgauge.runs.text import plural
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.preserve import generator_states
+
+Objects = Mapping[str, Any]
+StepFunction = Callable[[], Any]
+StateTexts = dict[str, str]
+"""The text of each state by its path, such as ``optimizer.state.0.exp_avg``."""
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LONG = 16
+"""A list of more plain values than this is one state, by its hash."""
+
+
+def check_resume(
+    step: StepFunction, save: Callable[[], Any], load: Callable[[Any], Any], *, steps: int = 1
+) -> Readings:
+    """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps
+    after the checkpoint.
+
+    All ranks make the call. The place in an epoch is often lost at the second resume: check the
+    ``step`` and ``save`` of a loop that was resumed, too.
+
+    Args:
+        step: takes the loop's next step and returns the loop's objects by name: modules,
+            optimizers, tensors, numbers, and anything with a ``state_dict()``, in dicts and lists.
+            Other objects are in ``unseen``. A step that returns something else, such as its loss,
+            is compared by what it holds: variables around the function, attributes of the method's
+            object.
+        save: writes a checkpoint, and returns the argument of ``load``.
+        load: rebuilds everything from the checkpoint. It returns the fresh objects by the same
+            names (``None`` if the step returns none), and their ``step``. An object that is
+            ``None`` until the next step is not compared.
+        steps: repeated after the resume. Take enough to cross an epoch.
+    Returns:
+        A reading for each kind of state that differs, in the order in which the loop names them. What
+        ``step`` does not return is not compared.
+
+    Example:
+        >>> import narrowgauge as ng
+        >>> weight, fresh = torch.zeros(2), torch.zeros(2)
+        >>> def step_of(weight):
+        ...     return lambda: {"weight": weight.add_(1)}
+        >>> result = ng.check_resume(step_of(weight), lambda: None, lambda saved: ({"weight": fresh}, step_of(fresh)))
+        >>> result[0].what, result[0].tensor
+        ('not-restored', 'weight')
+    """
+    unseen = dict[str, str]()
+    lines = list[str]()
+    undrawn = generators()
+    at_save = snapshot(_objects_of(step, step()), unseen)
+    saved = save()
+    states = generators()
+    later = snapshot(_after(step, steps), unseen)
+    states_later = generators()
+    # A generator that the steps do not draw from changes nothing.
+    drawn = differing(undrawn, states_later)
+    # The random generators of a new process differ, so a load must set them.
+    torch.rand(7), np.random.rand(7), random.random()
+    returned, fresh_step = load(saved)
+    before = at_save | {name: states[name] for name in drawn}
+    now = snapshot(_objects_of(fresh_step, returned), unseen) | generators()
+    lost = compare(before, now, "after the load", lines)
+    now = snapshot(_after(fresh_step, steps), unseen) | generators()
+    later |= {name: states_later[name] for name in drawn}
+    lines_later = list[str]()
+    differing_later = compare(later, now, f"{plural(steps, 'step')} after the load", lines_later)
+    if not lost or not differing_later:
+        lines += lines_later
+    what = "not-restored" if lost else "lost-elsewhere"
+    # A state that the next step computes anew, such as a stored loss, changes nothing.
+    kinds = [kind for kind in lost if kind in differing_later]
+    if differing_later and not kinds:
+        kinds = lost or differing_later
+    words = "every state has the bits of the run that went on; steps= crosses an epoch"
+    return Readings([measured(what, kind) for kind in kinds], lines, words, unseen)
+
+
+def _after(step: StepFunction, steps: int) -> Objects:
+    for _ in range(steps - 1):
+        step()
+    return _objects_of(step, step())
+
+
+def _objects_of(step: StepFunction, returned: Any) -> Objects:
+    """Return the objects that a step returned, or what it holds beside its loss: variables around a
+    function, attributes of a method's object.
+    """
+    if isinstance(returned, Mapping):
+        return returned
+    contents: Objects = vars(getattr(step, "__self__", step))
+    if isinstance(step, FunctionType):
+        contents = {}
+        for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
+            with suppress(ValueError):  # of a variable that has no value yet
+                contents[name] = cell.cell_contents
+    return {**contents, "loss": returned}
+
+
+# ── two states ────────────────────────────────────────────────────────────────────────────────────
+
+
+def differing(before: StateTexts, now: StateTexts) -> list[str]:
+    """Return the paths of states that are others now, or missing, of objects that are there."""
+    there = {path.partition(".")[0] for path in now}
+    paths = []
+    for path, text in before.items():
+        if path.partition(".")[0] in there and text != now.get(path):
+            paths.append(path)
+    return paths
+
+
+def compare(before: StateTexts, now: StateTexts, when: str, lines: list[str]) -> list[str]:
+    """Return the kinds of states that differ, with lines of what was saved and what is there."""
+    kinds = dict[str, list[str]]()
+    paths = differing(before, now)
+    for path in paths:
+        kinds.setdefault(_kind_of(path)[0], []).append(path)
+    lines.append(f"{when}: {len(before) - len(paths)} of {len(before)} states have the same bits")
+    for kind, (path, *others) in kinds.items():
+        name = _kind_of(path)[1]
+        text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
+        if name:
+            text = f"{plural(1 + len(others), 'state')}, {name}: {text}"
+        lines.append(f"{kind}: {text}")
+    return list(kinds)
+
+
+def _kind_of(path: str) -> tuple[str, str]:
+    """Return the kind of a state and its name there. An optimizer's states are kinds of their own."""
+    owner, _, name = path.partition(".")
+    match = re.fullmatch(r"((?:state|param_groups)\.[^.]+)\.([^.]+)(.*)", name)
+    if match is None:
+        return owner, name
+    place, state, rest = match.groups()
+    return f"{owner}.{state}", place + rest
+
+
+# ── the state of a loop ───────────────────────────────────────────────────────────────────────────
+
+
+def snapshot(objects: Objects, unseen: dict[str, str]) -> StateTexts:
+    """Return each state of a loop's objects as a text. All ranks make the call.
+
+    Fill ``unseen`` with the kinds of states that cannot be read. An object that is ``None`` has none.
+    """
+    values = dict[str, Any]()
+    for owner, value in objects.items():
+        if value is not None:
+            values |= _leaves(value, owner)
+    tensors = {}
+    for path, x in values.items():
+        if isinstance(x, Tensor) and x.layout is torch.strided:
+            tensors[path] = x
+    bits = fingerprints_whole(tensors)
+    states = {}
+    for path, value in values.items():
+        if path in tensors:
+            norm = float(whole(value.detach().double().square().sum())) ** 0.5
+            states[path] = f"{dtype_name(value.dtype)} of norm {norm:.6g} #{bits[path]:x}"
+        elif isinstance(value, (int, float)):  # 1 and 1.0 are equal
+            states[path] = f"{float(value)!r}".removesuffix(".0")
+        elif isinstance(value, (*PLAIN, Tensor, list, tuple, dict)):
+            digest = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+            states[path] = f"{str(value)[:40]} #{digest}"
+        else:
+            kind, name = _kind_of(path)
+            unseen.setdefault(kind, f"{name} {type(value).__name__} has no state_dict()".lstrip())
+    return states
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of each tensor, plain value, long list of plain values, and
+    unreadable object.
+    """
+    if isinstance(value, nn.Module):  # its state_dict lacks buffers that are not persistent
+        value = {**dict(value.named_buffers()), **value.state_dict()}
+    elif hasattr(value, "state_dict"):
+        value = value.state_dict()
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.tensor(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    items: Mapping[Any, Any] = {}
+    if isinstance(value, Mapping):
+        items = value
+    elif isinstance(value, (list, tuple)):
+        is_long = len(value) > _LONG and all(isinstance(x, PLAIN) for x in value)
+        if not is_long:
+            items = dict(enumerate(value))
+    for key, item in items.items():
+        yield from _leaves(item, f"{path}.{bare_name(str(key))}")
+    if not items:
+        yield path, value
+
+
+def generators() -> StateTexts:
+    """Return the states of the random generators of this process."""
+    return snapshot({"generators": generator_states()}, {})

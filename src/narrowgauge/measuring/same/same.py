@@ -1,0 +1,386 @@
+"""``narrowgauge.same``: compare two models: weights, then modules, then log probabilities.
+
+The inputs and outputs of modules are recorded, and compared place by place. How much rounding
+explains is measured: beside one of the passes run float64 shadows
+(:mod:`narrowgauge.measuring.check.policies.float64_shadow`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as global_hooks
+
+from narrowgauge.errors import DataError
+from narrowgauge.measuring.check.dispatch import PolicyMode, is_float
+from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
+from narrowgauge.measuring.reading import measured, of_all
+from narrowgauge.measuring.same.weights import Same, bare_name, compare_weights, with_weights
+from narrowgauge.measuring.unit_roundoff import FINEST, unit_of
+from narrowgauge.runs.text import plural
+from narrowgauge.torch_support.preserve import generator_states, preserve_generators, preserve_model
+from narrowgauge.torch_support.torch_names import tree_map_only, unwrapped_model
+
+MARGIN = 4.0
+"""Bounds over the roundings of one pass."""
+UNUSUAL = 1 / 16
+"""Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
+more sets no bound.
+"""
+MOST_PLACES = 3
+"""Printed places that differ."""
+LOG_PROBS = "log probabilities"
+HAS_WEIGHTS = nn.Module, str, Path, Mapping
+Outputs = dict[str, list[Tensor]]
+"""The float tensors at each place, in the order of the calls."""
+
+
+def same(first: Any, second: Any, batch: Any = None) -> Same:
+    """Compare two models, such as what trains with what serves it, or a checkpoint with a later
+    one, and name the first place where they differ.
+
+    Weights are compared first, without calling the models: values that differ or are not
+    finite, formats, codes at their scales, adapters. With ``batch``,
+    both run in evaluation mode, once with the weights that codes stand for. The one in fewer bits runs
+    again beside float64 shadows, or both do: the smaller roundings are the bounds of modules' outputs and
+    of log probabilities. Modules are paired by name. Both are as before at the end.
+
+    Args:
+        first: a module; a ``state_dict`` (clone its tensors before training), a ``.safetensors``
+            file, a folder of them, or a checkpoint of ``torch.distributed``. With ``batch`` also a
+            function of the batch that returns logits or log probabilities; weights alone run in a
+            copy of the other side.
+        second: the same.
+        batch: token ids ``[sequences, positions]``, or a dict with ``input_ids``, of arguments of
+            both models.
+    Returns:
+        The readings beyond their bound; none if both are one. A difference that is of rounding is
+            no reading.
+    Raises:
+        DataError: log probabilities of other numbers of tokens; a batch without a module.
+        RecordError: a path holds no weights, damaged ones, or tensors in parts.
+
+    Cost: 7 ns a value. With a batch up to eight passes, half of them with shadows in float64, and memory
+    for the outputs of three: pass few sequences.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> trainer = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
+        >>> print(ng.same(trainer, trainer, torch.arange(8).view(2, 4)).lines[-1])
+        In evaluation mode, the bits are equal.
+    """
+    result = Same()
+    if batch is None or (isinstance(first, HAS_WEIGHTS) and isinstance(second, HAS_WEIGHTS)):
+        result = compare_weights(first, second)
+    if batch is None:
+        return result
+    ours = _called(first, second)
+    theirs = _called(second, first)
+    if {getattr(side, "training", None) for side in (ours, theirs)} == {True, False}:
+        what = f"the {'first' if ours.training else 'second'} in training mode, as it was passed"
+        result.unseen[what] = "both ran in evaluation mode"
+    with preserve_generators():
+        codes = {row["codes"] for row in result.rows} - {""}
+        if codes:
+            one = _run(ours, batch).outputs.get(LOG_PROBS)
+            other = _run(theirs, batch).outputs.get(LOG_PROBS)
+            if one and other and one[0].shape == other[0].shape:
+                rms, _ = _sizes_of(one[0] - other[0])
+                words = f"log probabilities of both as they are differ by {rms:.2g} nats (RMS)"
+                result.lines += [words, "With the weights that the codes stand for on both sides:"]
+            # Another server of the same codes computes the same.
+            if codes == {"first"}:
+                theirs = with_weights(theirs, first)
+            else:
+                ours = with_weights(ours, second)
+        _compare_passes(ours, theirs, batch, result)
+    return result
+
+
+def _called(side: Any, other: Any) -> Any:
+    """Return what is called of a side, without the wrapper of a compiler, whose output is another
+    place. Weights alone run in a copy of the other side.
+    """
+    if isinstance(side, nn.Module):
+        return unwrapped_model(side)
+    return with_weights(other, side) if isinstance(side, HAS_WEIGHTS) else side
+
+
+# ── a pass ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Recording:
+    """Record the inputs and outputs of all modules that are called.
+
+    Args:
+        forced: of an earlier pass, by place. A module there takes and returns these tensors, after
+            the pass's own were recorded. So each place shows what it does itself.
+        wide: the shadows of the pass, if it has any.
+
+    Attributes:
+        outputs: of each place; later calls of a module are places of their own. The last place are the
+            log probabilities of the tokens, if the model returns logits.
+        noises: distances from the shadows, of places whose shadows are known.
+        noise: those of the log probabilities.
+        draws: whether the pass drew random numbers.
+    """
+
+    def __init__(self, forced: Outputs, wide: Float64Shadow | None) -> None:
+        self.forced = forced
+        self.wide = wide
+        self.outputs = Outputs()
+        self.noises: dict[str, float] = {}
+        self.noise = torch.zeros(1)
+        self.draws = False
+        self._names = dict[nn.Module, str]()
+        self._calls = Counter[str]()
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        if module not in self._names:
+            for name, member in module.named_modules():
+                self._names.setdefault(member, bare_name(name) or "the model")
+        return self._record(f"{self._names[module]}, input", args)
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        return self._record(self._names[module], result)
+
+    def _record(self, place: str, values: Any) -> Any:
+        # A merged layer is like an adapted one only as a whole.
+        if ".base_layer" in place or ".lora_" in place:
+            return values
+        self._calls[place] += 1
+        if self._calls[place] > 1:
+            place = f"{place}, call {self._calls[place]}"
+        tensors: list[Tensor] = []
+        forced = iter(self.forced.get(place, ()))
+
+        def taken(x: Tensor) -> Tensor:
+            if not is_float(x):
+                return x
+            tensors.append(x.detach())
+            other = next(forced, None)
+            return x if other is None else other.to(x.dtype, copy=True)
+
+        values = tree_map_only(Tensor, taken, values)
+        if tensors:
+            self.outputs[place] = [x.clone() for x in tensors]
+            if self.wide is not None and all(map(self.wide.follows, tensors)):
+                self.noises[place] = distance(tensors, map(self.wide.of, tensors))
+        return values
+
+    def end(self, result: Any, batch: Any) -> None:
+        """Record what the model returns."""
+        result = getattr(result, "logits", result)
+        if isinstance(result, tuple):
+            result = result[0]
+        log_probs = _log_probs(result, batch)
+        if log_probs is not None:
+            self.outputs[LOG_PROBS] = [log_probs]
+            if self.wide is not None:
+                self.noise = (_log_probs(self.wide.of(result), batch) - log_probs).abs()
+
+    def unit(self) -> float:
+        """Return the unit roundoff of the coarsest output."""
+        return max(map(unit_at, self.outputs.values()), default=FINEST)
+
+
+def unit_at(tensors: list[Tensor]) -> float:
+    """Return the unit roundoff of the coarsest of some tensors."""
+    return max(unit_of(x.dtype) for x in tensors)
+
+
+def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
+    """Return the largest distance between rows of two passes, relative to the row's length. For
+    small rows, use a thousandth of the mean length.
+    """
+    largest = 0.0
+    for x, y in zip(first, second, strict=True):
+        if x.numel():
+            off = torch.atleast_1d(torch.where(x == y, 0.0, y.double() - x.double()))
+            row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)
+            lengths = row.norm(dim=-1)
+            floor = 1e-3 * lengths.square().mean().sqrt() + 1e-300
+            relative = off.nan_to_num(nan=math.inf).norm(dim=-1) / lengths.maximum(floor)
+            largest = max(largest, float(relative.max()))
+    return largest
+
+
+def _run(
+    side: Any, batch: Any, forced: Outputs | None = None, wide: Float64Shadow | None = None
+) -> Recording:
+    """Run a side once, a module in evaluation mode.
+
+    Args:
+        forced: outputs that modules take and return.
+        wide: keeps the shadows of the pass.
+    """
+    recording = Recording(forced or {}, wide)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        is_named = False
+        if isinstance(side, nn.Module):
+            stack.enter_context(preserve_model(side))
+            side.eval()
+            is_named = isinstance(batch, Mapping)
+        for handle in (
+            global_hooks.register_module_forward_pre_hook(recording.before),
+            global_hooks.register_module_forward_hook(recording.after),
+        ):
+            stack.callback(handle.remove)
+        policies = []
+        if wide is not None:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
+            policies.append(wide)
+        before = generator_states()
+        with PolicyMode(*policies) as beside:
+            values = side(**batch) if is_named else side(batch)
+        recording.draws = generator_states() != before or bool(beside.generators)
+    recording.end(values, batch)
+    return recording
+
+
+# ── two passes ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
+    """Compare outputs of modules and log probabilities; add readings, lines and ``unseen``."""
+    ours = _run(first, batch)
+    theirs = _run(second, batch)
+    if ours.draws or theirs.draws:
+        reason = "a model draws random numbers in evaluation"
+        result.unseen["outputs and log probabilities"] = reason
+        return
+    places = []
+    missing = []
+    is_equal = True
+    for place in {**ours.outputs, **theirs.outputs}:
+        one = ours.outputs.get(place, [])
+        other = theirs.outputs.get(place, [])
+        if [x.shape for x in one] == [x.shape for x in other]:
+            places.append(place)
+            is_equal = is_equal and all(map(torch.equal, one, other))
+        else:
+            missing.append(place)
+    if LOG_PROBS in missing:
+        raise DataError(
+            "Cannot compare log probabilities because one model gives another number of them.",
+            "Give both the same tokens.",
+        )
+    if places and not missing and is_equal:
+        result.lines.append("In evaluation mode, the bits are equal.")
+        return
+    result.looked_at = "no difference is larger than rounding gives"
+    unit = max(ours.unit(), theirs.unit())
+    forced = Outputs()
+    alone = theirs
+    if missing:
+        result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
+    else:
+        forced = ours.outputs
+        alone = _run(second, batch, forced)
+    beside = []
+    noises = []
+    for side, pass_ in ((first, ours), (second, theirs)):
+        if pass_.unit() == unit:  # in equal formats neither side sets its own bound
+            beside.append(_run(side, batch, forced, Float64Shadow()))
+            noises.append(_run(side, batch, {}, Float64Shadow()).noise)
+    _compare_places(places, ours, alone, beside, max(UNUSUAL, 16 * unit), result)
+    if LOG_PROBS in places:
+        noise = min(noises, key=torch.norm) + unit
+        _compare_log_probs(theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0], noise, result)
+    else:
+        result.unseen["log probabilities"] = "the results are not logits of tokens"
+
+
+def _compare_places(
+    places: list[str],
+    ours: Recording,
+    theirs: Recording,
+    beside: list[Recording],
+    limit: float,
+    result: Same,
+) -> None:
+    """Compare outputs at places, and add the reading of the first one that differs by more than
+    roundings explain.
+
+    Args:
+        beside: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
+        limit: of the roundings of a place that set a bound.
+    """
+    readings = []
+    unfollowed = []
+    for place in places:
+        sizes = [pass_.noises[place] for pass_ in beside if place in pass_.noises]
+        if place == LOG_PROBS:
+            continue
+        if not sizes:
+            unfollowed.append(place)
+            continue
+        value = distance(ours.outputs[place], theirs.outputs[place])
+        bound = MARGIN * min(*sizes, limit) + 3 * unit_at(beside[0].outputs[place])
+        readings.append(measured("other-outputs", place, value, 0.0, bound))
+    differing = [reading for reading in readings if reading.value]
+    places_differ = f"{len(differing)} of {plural(len(readings), 'place')} of modules differ"
+    result.lines.append(f"outputs: {places_differ}")
+    wrong = [reading for reading in differing if reading.excess > 1]
+    for reading in sorted(differing, key=lambda reading: -reading.excess)[:MOST_PLACES]:
+        words = f"{reading.value:.2g}, and roundings explain {reading.bound:.2g}"
+        result.lines.append(f"  {reading.tensor}: {words}")
+    if unfollowed:
+        result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
+    if wrong:
+        names = [reading.tensor for reading in wrong]
+        result.readings.append(replace(wrong[0], tensor=of_all(names)))
+
+
+def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:
+    """Compare log probabilities of both sides, beside what rounding changes."""
+    rms, largest = _sizes_of(difference)
+    rms_noise, largest_noise = _sizes_of(noise)
+    result.lines.append(
+        f"log probabilities of {plural(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
+        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
+    )
+    for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
+        if value > bound:
+            reading = measured("other-outputs", LOG_PROBS, value, 0.0, bound, stage="loss")
+            result.readings.append(reading)
+            return
+
+
+def _sizes_of(x: Tensor) -> tuple[float, float]:
+    """Return the root of the mean square, and the largest magnitude."""
+    return float(x.square().mean().sqrt()), float(x.abs().max())
+
+
+def _log_probs(values: Any, batch: Any) -> Any:
+    """Return the log probability of each token but the first of a sequence, without padding, flat
+    in float64; ``None`` if the values are not logits or log probabilities.
+    """
+    tokens = batch
+    if isinstance(batch, Mapping):
+        tokens = batch.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+        return None
+    if values.ndim == 3 and values.shape[:2] == tokens.shape:
+        values = values[:, :-1].double().log_softmax(-1)
+        values = values.gather(-1, tokens[:, 1:, None])[..., 0]
+    if values.ndim != 2:
+        return None
+    mask = None
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(tokens)
+    values = values[:, -(tokens.shape[1] - 1) :].double()
+    return values[mask[-len(values) :, 1:].bool()]

@@ -1,0 +1,241 @@
+"""Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
+
+A step can record a hash and the norm of each of its tensors, in the order of computation: the
+tokens, the output of each module with parameters, the gradients from the last parameter to the
+first, and after the update the stored weights and moments. ``narrowgauge diagnose RUN OTHER``
+compares from the first different entry on.
+
+A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
+it depends neither on sharding nor on which rank computed which micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.measuring.check.training_setup import TrainingSetup
+from narrowgauge.measuring.watch.hooks import Listener, LoopHooks, is_eager
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
+from narrowgauge.numerics.hashing import combine, fingerprint
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.model_parts import weights_of
+from narrowgauge.torch_support.torch_hooks import OwnHook
+from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+"""Kinds of what a step stores. Every other state is of the kind ``state:NAME``."""
+Entries = dict[str, list[Any]]
+"""Fingerprint, sum of squares, number of elements and dtype of each tensor, by ``KIND:NAME``."""
+
+
+class Fingerprints(Listener):
+    """Record the fingerprints of a loop's steps: of the start, of the first step, and of every
+    ``every``-th.
+
+    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it
+    and the states after it. A compiled model's outputs are not hooked, since hooks would change the
+    compiled code. All ranks make all calls.
+
+    Args:
+        hub: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
+            the plain tensors in ``optimizer.state``.
+        every: steps between two records; 0 never.
+    """
+
+    title = "the record of fingerprints"
+    compares_ranks = True
+
+    def __init__(self, hub: LoopHooks, every: int) -> None:
+        self.hub = hub
+        self.optimizer = hub.optimizers[-1]
+        self.every = every
+        self._start: int | None = None
+        self._rows: list[Row] = []
+        stepped = TrainingSetup(hub.model, [self.optimizer]).stepped
+        self._names = {p.parameter: p.name for p in stepped}
+        self._pass = ExitStack()
+        self._begin(0)
+        hub.listeners.append(self)
+
+    def _begin(self, step: int) -> None:
+        """Begin the step that ends as number ``step``."""
+        self._step = step
+        self._is_on = self.every > 0 and (step % self.every == 0 or step == 1)
+        self._num_sequences = 0
+        self._first_sequence = 0
+        self._entries = Entries()
+
+    # ── the recorder calls these ──────────────────────────────────────────────────────────────────
+
+    def start(self, step: int) -> None:
+        """Record the state after ``step`` steps, of a fresh process or from a checkpoint, when the next
+        step begins: a loop may load it later.
+        """
+        self._start = step
+        self._begin(step + 1)
+
+    def take(self, step: int) -> list[Row]:
+        """Return the new rows, and expect the step after ``step``."""
+        rows = self._rows
+        self._rows = []
+        self._begin(step + 1)
+        return rows
+
+    # ── the hub calls these ───────────────────────────────────────────────────────────────────────
+
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Begin a micro-batch."""
+        self._pass.close()  # of a pass that raised
+        if not self._is_on:
+            return
+        self._first_sequence = self._num_sequences
+        for x in inputs:
+            # The tokens are the first integer input with two dims: batch, sequence.
+            if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point():
+                self._add("tokens", "batch", x)
+                self._num_sequences += len(x)
+                break
+        if is_compiled_model(self.hub.model):
+            return
+        for name, part in self.hub.model.named_modules():
+            if weights_of(part):
+                see = OwnHook(partial(self._see_output, plain_name(name)))
+                self._pass.callback(part.register_forward_hook(see).remove)
+
+    def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Add the first output of a module that has weights of its own."""
+        if isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        if type(output) is Tensor and output.is_floating_point() and is_eager():
+            self.hub.guard(self, self._add, "output", name, output.detach())
+
+    def after_pass(self, output: Any) -> None:
+        """End the micro-batch."""
+        self._pass.close()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients of the step, before our optimizer clips them."""
+        self._pass.close()
+        if self._start is not None and self.every:
+            self._add_row(self._start, self._stored(self._start))
+        self._start = None
+        if optimizer is self.optimizer and self._is_on:
+            gradients: dict[str, Tensor] = {}
+            for name, p in reversed([*self.hub.model.named_parameters()]):
+                gradient = gradient_of(p)
+                if _is_plain(gradient):
+                    gradients[f"grad:{plain_name(name)}"] = gradient
+            self._entries |= _entries_of(gradients)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the weights and their states, and make the row of the step."""
+        if optimizer is self.optimizer and self._is_on:
+            self._is_on = False
+            self._add_row(self._step, self._entries | self._stored(self._step))
+
+    def _add_row(self, step: int, entries: Entries) -> None:
+        joined = _joined(self.hub.ranks.gather(entries))
+        self._rows.append({"step": step, "tensors": joined})
+
+    def _stored(self, step: int) -> Entries:
+        """Return the entries of weights and states."""
+        tensors = {}
+        for p, name in self._names.items():
+            for kind, tensor in _stored(self.optimizer, p, step):
+                tensors[f"{kind}:{name}"] = tensor
+        return _entries_of(tensors)
+
+    def end(self) -> None:
+        """Record nothing more."""
+        self._pass.close()
+        self.every = 0
+        self._is_on = False
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────
+
+    def _add(self, kind: str, name: str, x: Tensor) -> None:
+        """Add a micro-batch's part of a tensor."""
+        entry = self._entries.setdefault(f"{kind}:{name}", [0, 0.0, 0, dtype_name(x.dtype)])
+        num_rows = max(1, x.shape[0] if x.ndim else 1)
+        place = self._first_sequence * (x.numel() // num_rows)
+        entry[0] = combine([entry[0], fingerprint(x, offset=place)])
+        entry[1] += _sum_of_squares(x)
+        entry[2] += x.numel()
+
+
+def _entries_of(named: Mapping[str, Tensor]) -> Entries:
+    """Return the entries of whole tensors; a rank may hold a part of one."""
+    entries = Entries()
+    for key, number in fingerprints_whole(named).items():
+        x = named[key]
+        entries[key] = [number, _sum_of_squares(x), x.numel(), dtype_name(x.dtype)]
+    return entries
+
+
+def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the fingerprints of whole tensors, some of which may be DTensors. All ranks pass the same
+    names in order.
+
+    Cost: one gather of each DTensor, one after the other.
+    """
+    return {name: fingerprint(whole(tensor)) for name, tensor in named.items()}
+
+
+def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weight and, once stepped, the states of a parameter, by their kinds."""
+    stored: dict[str, Any] = {"weight": p.detach()}
+    if step > 0 and isinstance(optimizer, Optimizer):
+        for name in (*KINDS, "momentum_buffer"):
+            with suppress(KeyError):  # another rule has other states, and a frozen parameter none
+                stored[name] = optimizer.stored(p, name)
+    elif step > 0:
+        stored |= optimizer.state.get(p, {})
+    for name, tensor in stored.items():
+        if _is_plain(tensor) and (name == "weight" or tensor.ndim):
+            yield (name if name in KINDS else f"state:{name}"), tensor
+
+
+def _joined(of_ranks: list[Entries]) -> Entries:
+    """Return the entries of a step, with norms. Batches of all ranks are one. Other tensors are alike
+    on all, or parts, or replicas that differ. Where ranks differ, the last field is the hash of each.
+    """
+    joined = Entries()
+    for key in {key: None for entries in of_ranks for key in entries}:
+        parts = [entries[key] for entries in of_ranks if key in entries]
+        number, square, numel, dtype = parts[0]
+        hashes = [part[0] for part in parts]
+        is_batch = key.startswith(("tokens:", "output:"))
+        if is_batch or len(set(hashes)) > 1:
+            number = combine(hashes)
+            square = sum(part[1] for part in parts)
+            numel = sum(part[2] for part in parts)
+        joined[key] = [number, square**0.5, numel, dtype]
+        if len(set(hashes)) > 1:
+            joined[key].append(hashes)
+    return joined
+
+
+def _is_plain(x: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes
+    its elements.
+    """
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_complex():
+        return False
+    return type(x) in (Tensor, nn.Parameter) or is_sharded(x)
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    """Sum squares in float64, in any order, of the whole of a DTensor: norms have a tolerance,
+    fingerprints not.
+    """
+    if not x.is_floating_point() or x.element_size() == 1:
+        x = x.double()
+    return float(whole(torch.linalg.vector_norm(x.detach(), dtype=torch.float64))) ** 2

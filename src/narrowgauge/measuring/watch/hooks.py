@@ -1,0 +1,173 @@
+"""The one set of hooks on a loop's model and optimizers, and the listeners that read them.
+
+The meter of a watch and the fingerprints are listeners. The hub hooks the module that the
+loop calls, and the step of each optimizer. A compiler and the transforms of ``torch.func`` skip all
+hooks.
+
+An error in a listener ends this listener, and neither the others nor the loop. The ranks of a listener
+that compares them wait for each other, so there an error ends the loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.measuring.reading import failure_of
+from narrowgauge.torch_support.torch_hooks import OwnHook
+from narrowgauge.torch_support.torch_names import is_transformed
+
+
+class RunNotice(UserWarning):
+    """Warn about a watched or recorded loop.
+
+    A recorder writes the warning to ``events.jsonl`` too.
+    """
+
+
+class Listener:
+    """Hear what happens in a loop. Each method does nothing here, and may only read.
+
+    Attributes:
+        title: names it where an error ends it.
+        compares_ranks: it communicates, so that an error on one rank must reach the others.
+    """
+
+    title = "the listener"
+    compares_ranks = False
+
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Hear of a forward pass with gradients that begins."""
+
+    def after_pass(self, output: Any) -> None:
+        """Hear of a forward pass with gradients that ended."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Hear of a step that has its gradients."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Hear of a step that is done."""
+
+    def end(self) -> None:
+        """Release what the listener holds, after an error in it."""
+
+
+class LoopHooks:
+    """Hook a loop once, for all its listeners.
+
+    PyTorch hooks the step of each class, so a subclass that calls ``super().step()`` runs the hooks
+    twice for one step. Only the outer pair counts. A step that raised has no end: the next forward
+    pass forgets it.
+
+    Args:
+        model: without wrappers.
+        optimizers: without wrappers; the last one steps at the end.
+        called: the module whose forward pass the loop calls.
+        say: shows the error that ended a listener, or its measure of an area.
+
+    Attributes:
+        here: the ranks. All of them make all calls.
+        listeners: called in their order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        called: nn.Module,
+        say: Callable[..., object] = lambda text, area="": warnings.warn(text, stacklevel=1),
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.say = say
+        self.ranks = all_ranks()
+        self.listeners: list[Listener] = []
+        self._undo = ExitStack()
+        self._depth: Counter[Optimizer] = Counter()
+        before = OwnHook(self._before_pass)
+        handles = [called.register_forward_pre_hook(before, with_kwargs=True)]
+        handles.append(called.register_forward_hook(OwnHook(self._after_pass)))
+        # A compiler that traces the step skips the hooks.
+        enter = OwnHook(torch.compiler.disable(self._enter))
+        leave = OwnHook(torch.compiler.disable(self._leave))
+        for optimizer in optimizers:
+            handles.append(optimizer.register_step_pre_hook(enter))
+            handles.append(optimizer.register_step_post_hook(leave))
+        for handle in handles:
+            self._undo.callback(handle.remove)
+
+    def close(self) -> None:
+        """End all listeners, and remove every hook."""
+        while self.listeners:
+            self.listeners.pop().end()
+        self._undo.close()
+
+    def guard(self, listener: Listener, call: Callable[..., object], *args: Any) -> None:
+        """Call a method of a listener. An error ends the listener instead of the loop."""
+        try:
+            call(*args)
+        except Exception as error:
+            if isinstance(error, UserWarning) or (self.ranks.size > 1 and listener.compares_ranks):
+                raise
+            if listener in self.listeners:
+                self.listeners.remove(listener)
+                listener.end()
+                self.say(failure_of(listener.title, error))
+
+    @torch.no_grad()
+    def _tell(self, event: str, *args: Any) -> None:
+        for listener in [*self.listeners]:
+            if listener in self.listeners:
+                self.guard(listener, getattr(listener, event), *args)
+
+    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and is_eager():
+            self._depth.clear()
+            self._tell("before_pass", module, (*args, *kwargs.values()))
+
+    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and is_eager():
+            self._tell("after_pass", output)
+
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Begin a step: at once, or after the first call of the closure that computes its gradients."""
+        self._depth[optimizer] += 1
+        if self._depth[optimizer] > 1:
+            return None
+        waiting = [optimizer]
+
+        def wrapped(closure: Any) -> Any:
+            return partial(self._call, waiting, closure) if callable(closure) else closure
+
+        if any(map(callable, [*args, *kwargs.values()])):
+            return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in kwargs.items()}
+        return self._tell("before_step", optimizer)
+
+    def _call(self, waiting: list[Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a closure, whose forward pass forgets no step, and begin the step that waits for it."""
+        depth = Counter(self._depth)
+        loss = closure(*args, **kwargs)
+        self._depth = depth
+        while waiting:
+            self._tell("before_step", waiting.pop())
+        return loss
+
+    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth[optimizer] -= 1
+        if self._depth[optimizer] <= 0:
+            self._depth[optimizer] = 0
+            self._tell("after_step", optimizer)
+
+
+def is_eager() -> bool:
+    """Return whether hooks run: neither a compiler traces them nor a transform of ``torch.func``."""
+    return not torch.compiler.is_compiling() and not is_transformed()

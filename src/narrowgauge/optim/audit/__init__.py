@@ -1,0 +1,1 @@
+"""Measure in a run which part of each update is stored."""

@@ -1,0 +1,71 @@
+"""The values of a state: its weight and states in float32, read and written by the definition of
+codes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim.step import codes
+from narrowgauge.optim.step.bit_layout import block_peaks
+from narrowgauge.optim.step.state_chunks import chunks_of, integers_of
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.step.state import LocalState
+
+
+def stored(state: LocalState, name: str) -> Tensor:
+    """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32.
+
+    A weight rounds to the parameter (:func:`narrowgauge.optim.step.codes.inside_cell`).
+    """
+    if name in state.extras:
+        return state.extras[name].clone()
+    storage = state.storage
+    shape = state.parameter.shape
+    dtype = codes.value_dtype(storage)
+    result = torch.empty(shape, dtype=dtype, device=state.parameter.device)
+    for span in chunks_of(state, result):
+        lane = span.lane()
+        value = codes.read_state(storage, lane, name)
+        if name == "weight" and storage.visible != "float32":
+            value = codes.inside_cell(storage, span.weight, lane, value)
+        span.arguments[0].copy_(value)
+    return result
+
+
+def store_weight(state: LocalState, values: Tensor) -> None:
+    """Store ``values`` as the weight, rounded to nearest.
+
+    The parameter becomes its visible part.
+    """
+    storage = state.storage
+    for span in chunks_of(state, values.detach(), writes=True):
+        value = span.arguments[0].to(codes.value_dtype(storage))
+        bits, fields = codes.write_weight(storage, codes.into_cell(storage, value), None)
+        integers_of(span.weight).copy_(codes.weight_word(storage.visible, bits))
+        span.store(fields)
+
+
+def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> None:
+    """Store the values of a state.
+
+    A stochastic code rounds stochastically under ``seed`` (0-d int32).
+    """
+    if name in state.extras:
+        state.extras[name].copy_(values)
+        return
+    storage = state.storage
+    value = values.detach().to(codes.value_dtype(storage))
+    if name in state.bounds:
+        bound = state.bounds[name]
+        bound.copy_(block_peaks(state.in_rows(value)).view(bound.shape))
+    for span in chunks_of(state, value):
+        # The random bits are a hash of the stored weights, as in a step.
+        lane = span.lane()
+        weight = codes.read_weight(storage, lane)
+        addend = codes.addends(storage, weight, lane.gradient, seed)[name]
+        span.store(codes.write_state(storage, lane, name, span.arguments[0], addend))

@@ -1,0 +1,141 @@
+"""One step of an optimizer: a launch for each kernel of a param group, and the definition where no
+kernel runs.
+
+An elementwise rule steps the tensors of a param group that have taken as many steps by one launch
+(:mod:`narrowgauge.optim.step.launch`). A matrix rule steps one parameter at a time, whole on every rank:
+
+1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
+2. The average is gathered. Every rank computes ``MatrixRule.direction`` of the matrix, or of each
+   one in a stack, with the same bits as one process.
+3. Every rank writes its shard.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.dtensor import gathered, own_part
+from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
+from narrowgauge.optim.step import kernel_proof, run_definition
+from narrowgauge.optim.step.launch import Batch, addresses_of
+from narrowgauge.optim.step.state import LocalState
+from narrowgauge.optim.step.step_cpp import has_kernel
+from narrowgauge.optim.step.step_definition import StepDefinition
+from narrowgauge.torch_support.compile import COMPILE_ELEMENTS
+from narrowgauge.torch_support.proof import TORCH, language_on
+
+
+def batches_of(work: Iterable[tuple[int, LocalState]], compile: bool | None) -> list[Batch]:
+    """Return states that step alike. Each comes with the place of its param group."""
+    alike: dict[tuple[StepDefinition, int, int], list[LocalState]] = defaultdict(list)
+    for place, state in work:
+        # Every rank steps a whole matrix.
+        if (state.owner if state.kernel.is_matrix else state.parameter).numel():
+            alike[state.kernel, place, state.step].append(state)
+    batches = [Batch(place, states) for (_, place, _), states in alike.items()]
+    for batch in batches:
+        if not batch.kernel.is_matrix:
+            _choose(batch, compile)
+    return batches
+
+
+def run(optimizer: Any, batches: Sequence[Batch], control: Tensor) -> None:
+    """Step batches of an optimizer. ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on
+    the device.
+    """
+    optimizer.ran.clear()
+    if control.is_cpu and control[1]:
+        return  # skipped
+    for batch in batches:
+        batch.prepare(optimizer.param_groups[batch.place], control)
+    for batch in batches:
+        if not batch.kernel.is_matrix:
+            _write(optimizer, batch)
+            continue
+        for state in batch.states:
+            _step_matrix(optimizer, batch, state)
+
+
+def _step_matrix(optimizer: Any, batch: Batch, state: LocalState) -> None:
+    """Step one parameter by a matrix rule."""
+    owner = state.owner
+    options = optimizer.param_groups[batch.place]
+    state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
+    run_definition.average_gradient(state, batch.numbers)
+    matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
+    state.change = None
+    control = batch.numbers.control
+    if matrix.ndim == 2:
+        _direct(state, matrix, (), options, control)
+    else:
+        for place, member in enumerate(matrix):
+            _direct(state, member, (place,), options, control)
+    state.change = own_part(owner, matrix.view(owner.shape))
+    del matrix
+    state.place = 0
+    alone = Batch(batch.place, [state])
+    alone.numbers = batch.numbers
+    _choose(alone, optimizer.compile)
+    tensors = state.streams()
+    alone.read(tensors, addresses_of(tensors))
+    _write(optimizer, alone)
+    state.change = None
+
+
+def _write(optimizer: Any, batch: Batch) -> None:
+    """Step an elementwise rule, or write the change of a matrix: by one launch, or by the
+    definition.
+    """
+    optimizer.ran[f"{batch.kernel.rule.name}/{batch.kernel.storage.name}"] = batch.how
+    sample = None
+    if optimizer.audit_every and batch.owners:
+        sample = optimizer.auditor.before(batch, optimizer.audit_every)
+    if batch.table is not None:
+        batch.run()
+    else:
+        for state in batch.states:
+            run_definition.run(state, batch.numbers, is_compiled=batch.how == TORCH)
+    if sample is not None:
+        optimizer.auditor.after(batch, sample)
+
+
+def _choose(batch: Batch, compile: bool | None) -> None:
+    """Decide how a batch steps."""
+    kernel = batch.kernel
+    reason = ""
+    if compile is False:
+        reason = "compile=False"
+    way = language_on(batch.device)
+    if has_kernel(kernel.rule, kernel.storage, way):
+        reason = reason or kernel_proof.why_no_kernel(kernel.rule, kernel.storage, batch.device)
+    else:
+        way = TORCH
+        count = sum(rows * columns for rows, columns in batch.forms)
+        if batch.device.type == "cpu" and count < COMPILE_ELEMENTS and not compile:
+            why = f"{count:,} elements, and no kernel is written for the rule or storage"
+            reason = reason or why
+    batch.how = f"definition: {reason}" if reason else way
+    if batch.how == way != TORCH:
+        batch.lay_out()
+
+
+def _direct(
+    state: LocalState,
+    matrix: Tensor,
+    index: tuple[int, ...],
+    options: Mapping[str, Any],
+    control: Tensor,
+) -> None:
+    """Replace the gradient of a whole matrix by its step, and store its own states."""
+    rule = state.kernel.rule
+    assert isinstance(rule, MatrixRule)
+    states = {name: memory[index] for name, memory in state.extras.items()}
+    change, new = rule.direction(matrix, states, options, state.step + 1)
+    for name, values in new.items():
+        states[name].copy_(torch.where(control[1] != 0, states[name], values))
+    matrix.copy_(change)
