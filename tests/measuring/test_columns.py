@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from measuring.test_two_runs import make_run
+from measuring.test_first_difference import make_run
 
 import narrowgauge as ng
 from measuring.test_laws import CASES

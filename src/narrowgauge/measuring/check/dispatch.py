@@ -26,7 +26,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.torch_support import torch_names
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(layer_matmuls.__file__)) + os.sep
 _INNER = ("matmul", "measuring", "numerics", "torch_support", "transforms")
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, *(_PACKAGE + name for name in _INNER))
 """Folders whose frames are not the user's code."""
