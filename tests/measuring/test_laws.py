@@ -221,8 +221,3 @@ def test_rows_with_holes_are_normal() -> None:
     assert told(steps) == []
     cut = StepMetrics.of({"step": 1, "bad": ["a"], "counts": {"bad": 3}})
     assert cut.bad == ["a", "tensor 2", "tensor 3"]
-
-
-def test_a_row_is_the_step_that_it_was() -> None:
-    step = StepMetrics(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, bad_weight="b")
-    assert StepMetrics.of({"step": 3, **step.columns}).columns == step.columns

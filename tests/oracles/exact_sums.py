@@ -26,11 +26,6 @@ def exponent_of(value: Fraction) -> int:
     return exponent if Fraction(2) ** exponent <= value else exponent - 1
 
 
-def exact_sum(values: Iterable[float]) -> Fraction:
-    """The sum of finite floats as a fraction."""
-    return sum((Fraction(value) for value in values), Fraction(0))
-
-
 def exact_sum_of_squares(values: Iterable[float]) -> Fraction:
     """The sum of squares of finite floats as a fraction."""
     return sum((Fraction(value) ** 2 for value in values), Fraction(0))

@@ -82,13 +82,6 @@ def test_words_that_do_not_go_together_are_refused_when_they_are_written(name: s
         REFUSED[name]()
 
 
-@exhaustive("tensor", ("input", "weight", "gradient"))
-def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tensor: str) -> None:
-    slots = {name: slot for name, slot in SLOTS.items() if slot.tensor == tensor}
-    assert sorted(slot.dim for slot in slots.values()) == [0, 1]
-    assert [slot.reuses for slot in slots.values()] == ["", next(iter(slots))]
-
-
 def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
     for outliers in (0.0, 6.0):
         row, column = (
