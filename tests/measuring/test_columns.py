@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from measuring.test_first_difference import make_run
 
 import narrowgauge as ng
+from measuring.test_first_difference import make_run
 from measuring.test_laws import CASES
 from narrowgauge.measuring.diagnose.first_difference import UNLIKE, FirstDifference
 from narrowgauge.measuring.diagnose.laws import RULES, Laws
