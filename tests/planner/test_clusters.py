@@ -23,6 +23,18 @@ def test_a_file_describes_a_chip_and_its_node(tmp_path: Path) -> None:
     assert machine.host_memory_bytes == 256 * 2**30
 
 
+def test_a_host_of_a_tenth_of_the_rate_updates_ten_times_as_long() -> None:
+    seconds = []
+    for rate in (4e9, 4e8):
+        chip = replace(get_chip("H100-SXM"), host_updates_per_second=rate)
+        best = plan(
+            "llama-8b", chip=chip, program="compiled,offload=true", recipes="bfloat16/word"
+        ).best
+        seconds.append(best.step_seconds)
+    num_parameters = 8.03e9
+    assert seconds[1] - seconds[0] == pytest.approx(num_parameters * (1 / 4e8 - 1 / 4e9), rel=0.02)
+
+
 def test_chips_fill_whole_nodes() -> None:
     # 128 and 256 GB200s run in published steps, in racks of 72. Otherwise nodes fill evenly; the last
     # one may lack chips.

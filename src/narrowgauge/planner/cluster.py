@@ -15,10 +15,8 @@ from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.require import require_number
 from narrowgauge.spec.toml import read_file, refuse_unknown
 
-HOST_UPDATES = 4e9
-"""Parameters that the processors of a node step in a second: ZeRO-Offload, arXiv 2101.06840, table 4."""
 _NUMBERS = ("memory_gb", "bandwidth_gb_per_second", "link_gb_per_second", "host_gb_per_second",
-            "network_gbit_per_second", "chips_per_node", "host_memory_gb")  # fmt: skip
+            "network_gbit_per_second", "chips_per_node", "host_memory_gb", "host_updates_per_second")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from narrowgauge.planner.cluster import HOST_UPDATES
 from narrowgauge.planner.job import FITTED, Job
 from narrowgauge.planner.memory import Groups, saved_on_host
 from narrowgauge.planner.program import LOSSES, Tuning
@@ -174,6 +173,7 @@ def _update(job: Job) -> float:
     number = job.on_rank("trained", 1)
     if job.program.offload:
         to_host = 4 * job.layout.micro_batches / (1e9 * job.chip.host_gb_per_second)
-        return number * (to_host + job.cluster.chips_per_node / HOST_UPDATES)
+        updates = job.cluster.chips_per_node / job.chip.host_updates_per_second
+        return number * (to_host + updates)
     weights = 2 * bytes_per_number(job.recipe.storage.visible)  # and gradients
     return 2 * (weights * number + job.on_rank("states", 1)) / _bandwidth(job)

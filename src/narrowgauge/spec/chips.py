@@ -39,6 +39,8 @@ class Chip:
         chips_per_node: in usual nodes of this chip.
         host_memory_gb: memory of a host for each chip; 2 TB for the eight of a DGX A100, H100 or
             B200 (NVIDIA's data sheets).
+        host_updates_per_second: parameters that the processors of a node step in a second, where a
+            program offloads states (ZeRO-Offload, arXiv 2101.06840, table 4).
         device: the name that its driver reports, if known.
     """
 
@@ -58,6 +60,7 @@ class Chip:
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
     host_memory_gb: float = 256
+    host_updates_per_second: float = 4e9
     device: str = ""
 
     def __post_init__(self) -> None:
