@@ -106,10 +106,8 @@ def steps(rule: str, storage: str) -> str:
     weights = {}
     for name, shape in (WIDE if kind == "wide" else SHAPES).items():
         weights[name] = nn.Parameter(values(shape, 1).to(dtype))
-    options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(
-        rule, MATRIX_OPTIONS.get(rule, {})
-    )
-    groups: list[dict[str, Any]] = []
+    options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(rule, MATRIX_OPTIONS.get(rule, {}))
+    groups = []
     for name, weight in weights.items():
         groups.append({"params": [(name, weight)]})
         if rule == "muon" and weight.ndim < 2:  # whose own rate is refused for vectors
@@ -192,7 +190,7 @@ def linear(compute: Compute) -> str:
         layer.bias.copy_(operand((32,), 2))
     model = nn.Sequential(OrderedDict(down_proj=layer))  # the one name that all variants take
     ng.swap_linears(model, lambda name: compute, keep=(), seed=3)
-    results: list[Tensor] = []
+    results = []
     for step in range(3):
         x = (operand((48, 64), 10 + step, amax) * 2.0**step).to(dtype).requires_grad_()
         model.zero_grad()
@@ -211,7 +209,7 @@ def sections() -> dict[str, dict[str, str]]:
     """
     threads = torch.get_num_threads()
     here = machine_key()
-    bits: dict[str, dict[str, str]] = {
+    bits = {
         "steps": {},
         f"steps on {here}": {},
         "linear layers": {},

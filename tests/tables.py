@@ -26,7 +26,7 @@ def exhaustive(
         @functools.wraps(test)
         def every_row(**fixtures: Any) -> None:
             assert table, "the table is empty"
-            failures: list[str] = []
+            failures = []
             for row in table:
                 try:
                     test(**fixtures, **dict(zip(names, row, strict=True)))

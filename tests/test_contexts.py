@@ -82,7 +82,7 @@ def left_behind() -> dict[str, Any]:
     """Return what a context may change: plain values and sizes of the package's modules, and the
     settings of the process.
     """
-    state: dict[str, Any] = {
+    state = {
         "environment": dict(os.environ),
         "warnings": len(warnings.filters),
         "torch's logger": logging.getLogger("torch").level,

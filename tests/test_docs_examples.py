@@ -81,7 +81,7 @@ def test_commands_of_a_page_parse(page: str) -> None:
     for block in BLOCK.findall(text_of(page)):
         for line in COMMAND.findall(block.replace("\\\n", "")):
             words = line.split()
-            command: click.Command = main
+            command = main
             while isinstance(command, click.Group) and words and words[0] in command.commands:
                 command = command.commands[words.pop(0)]
             assert not isinstance(command, click.Group) or not words, line

@@ -87,9 +87,7 @@ def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
         warnings.simplefilter("ignore")  # about emulation
         losses = trained(recipe)
     assert len(losses) == STEPS and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-    table: dict[str, dict[str, str]] = json.loads(
-        CURVES.read_text(encoding="utf-8")
-    )  # hexadecimal, by processor and recipe
+    table = json.loads(CURVES.read_text(encoding="utf-8"))  # hexadecimal, by processor and recipe
     here = machine_key()
     text = " ".join(map(float.hex, losses))
     if update_golden and table.get(here, {}).get(recipe) != text:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ def test_the_rehearsal_has_each_row_of_ours(monkeypatch: pytest.MonkeyPatch) -> 
     """A row that fails is left out."""
     gpu = benchmark_module("gpu")
     speed = benchmark_module("speed")
-    tables: list[list[dict[str, Any]]] = []
+    tables = []
     for module in (gpu, speed):
         monkeypatch.setattr(module, "show", lambda title, rows: tables.append(rows))
     assert gpu.main(["--rehearse"]) == 0

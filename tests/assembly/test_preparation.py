@@ -58,7 +58,7 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
 )  # fmt: skip
 def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
     model, _ = ng.prepare(llama(), recipe)
-    seen: list[torch.dtype] = []
+    seen = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
     with compute_scope(parse(recipe), TOKENS.device):
         logits = model(input_ids=TOKENS).logits

@@ -71,7 +71,7 @@ class Row:
     def loop(self) -> Loop:
         """Return the edited loop."""
         names = self.names()
-        loop: Loop = names["Loop"](eval(f"Settings({self.settings})", names), self.steps)
+        loop = names["Loop"](eval(f"Settings({self.settings})", names), self.steps)
         return loop
 
 

@@ -28,7 +28,7 @@ def is_at(row: Row, reading: Reading) -> bool:
 
 @pytest.mark.parametrize("row", [*FAULTS, *HEALTHY, *PROGRAMS], ids=lambda row: row.name)
 def test_a_row_is_read_as_the_table_says(row: Row, tmp_path: Path) -> None:
-    told: list[Reading] = []
+    told = []
     for column in row.asked:
         result = COLUMNS[column](row, tmp_path / "run")
         assert {r.what for r in result.readings} == {*getattr(row, column)}, result

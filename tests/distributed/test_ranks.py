@@ -23,7 +23,7 @@ def test_a_process_on_its_own_needs_no_group() -> None:
 
 def ask(rank: int) -> list[object]:
     """What two ranks ask each other."""
-    answers: list[object] = []
+    answers = []
     ranks = all_ranks()
     assert (ranks.rank, ranks.size, ranks.is_first) == (rank, 2, rank == 0)
     answers += [

@@ -46,7 +46,7 @@ def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
     """Return the weights' fingerprint before, and after each step its loss, norm and the weights'
     fingerprint.
     """
-    seen: list[Any] = [print_of(model, optimizer)]
+    seen = [print_of(model, optimizer)]
     for step in range(2):
         inputs = random_tokens(2, 8, seed=10 * step)
         is_wide = next(model.parameters()).dtype is torch.float32
@@ -67,7 +67,7 @@ def print_of(model: nn.Module, optimizer: ng.AdamW) -> str:
 def shard_and_learn(rank: int) -> dict[str, Any]:
     size = dist.get_world_size()
     line = init_device_mesh("cpu", (size,))
-    outcomes: dict[str, Any] = {}
+    outcomes = {}
     for case in RECIPES:
         outcomes[case] = learn(*prepared(case, mesh=line))
     outcomes["offload"] = learn(*prepared("word", mesh=line, offload=True))
@@ -93,7 +93,7 @@ def refusals(mesh: Any) -> dict[str, str]:
     unnamed = init_device_mesh("cpu", (1, dist.get_world_size()))
     fully_shard(sharded, mesh=mesh)
     parallel = DistributedDataParallel(llama())
-    tries: dict[str, Any] = {
+    tries = {
         "sharded": lambda: ng.prepare(sharded, "float32/float32"),
         "unnamed": lambda: ng.prepare(llama(), "float32/float32", mesh=unnamed),
         "wrapped": lambda: ng.prepare(parallel, "bfloat16/word"),

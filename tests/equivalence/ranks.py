@@ -115,7 +115,7 @@ def offloaded(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
 def by_caller(recipe: str, mesh: Any = None) -> dict[str, str]:
     """Swap, shard and sum in a loop of the caller's own, with one parameter whole."""
     row = parse(recipe)
-    model: Any = ng.cast_parameters(llama(), torch.bfloat16)
+    model = ng.cast_parameters(llama(), torch.bfloat16)
     ng.swap_linears(model, row.compute)
     if mesh is not None:
         for layer in model.model.layers:
@@ -145,7 +145,7 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
     """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     half = grid["shards"]
-    fingerprints: dict[tuple[str, str], dict[str, str]] = {}
+    fingerprints = {}
     for recipe in RECIPES:
         if rank < 2:
             fingerprints["fsdp2", recipe] = fsdp2(recipe, half, folder)

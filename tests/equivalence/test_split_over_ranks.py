@@ -154,7 +154,7 @@ def zero(storage: str) -> dict[str, str]:
 
     model = mlp(storage)
     before = train(Training(model, new(model)), range(HALF)).optimizer
-    states: list[Any] = [None]
+    states = [None]
     before.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         states = [before.state_dict()]
@@ -250,7 +250,7 @@ def stored_at_the_start(storage: str, mesh: Any = None) -> dict[str, str]:
     visible = getattr(torch, STORAGES[storage].visible)
     results = {}
     for name, values in values_at_the_start().items():
-        wide: Tensor = values
+        wide = values
         if mesh is not None:
             wide = distribute_tensor(values, mesh, [Shard(0)])
         weight = nn.Parameter(wide.to(visible))
@@ -276,7 +276,7 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
         "fsdp2": init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("fsdp2",)),
         "fsdp2 and tensor": init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp2", "tensor")),
     }
-    results: dict[tuple[str, str], Any] = {}
+    results = {}
     for way, mesh in meshes.items():
         for storage in WAYS[way] if rank in mesh.mesh else ():
             results[way, storage] = split(storage, mesh, folder / way / storage)

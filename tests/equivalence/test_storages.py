@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES
+from tensors import gaussian
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -47,8 +48,7 @@ def start(storage: str, **options: Any) -> Training:
 
 def gradient(p: Tensor, step: int) -> Tensor:
     """Draw the gradient of a parameter, in its format."""
-    generator = torch.Generator().manual_seed(1000 * step + p.numel())
-    return torch.randn(p.shape, generator=generator).to(p.dtype)
+    return gaussian(*p.shape, seed=1000 * step + p.numel(), dtype=p.dtype)
 
 
 def hand_over(p: Tensor, value: Tensor) -> None:
@@ -185,7 +185,7 @@ def test_an_average_is_of_what_is_stored(decay: float | None) -> None:
     for storage in STORAGES:
         training = start(storage)
         average = ng.AveragedModel(training.model, training.optimizer, decay=decay)
-        expected: dict[Tensor, Tensor] = {}
+        expected = {}
         for step in range(STEPS):
             train(training, [step])
             average.update_parameters(training.model)

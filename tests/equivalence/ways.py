@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.spec.parse import parse
+from tensors import random_tokens
 
 RECIPES = (
     "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",
@@ -85,8 +86,7 @@ def start(
 
 def tokens(step: int, micro_batch: int = 0) -> Tensor:
     """Draw the tokens of a micro-batch: two sequences of twelve."""
-    generator = torch.Generator().manual_seed(100 * step + micro_batch)
-    return torch.randint(0, SHAPE["vocab_size"], (2, 12), generator=generator)
+    return random_tokens(2, 12, SHAPE["vocab_size"], seed=100 * step + micro_batch)
 
 
 def differentiate(training: Training, inputs: Tensor, share: float = 1.0) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import pytest
@@ -60,7 +59,7 @@ def of_two(
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
     accelerator = accelerate.Accelerator(cpu=plugin is None, fsdp_plugin=plugin)
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(32, 65), nn.GELU(), nn.Linear(65, 32))
+    model = nn.Sequential(nn.Linear(32, 65), nn.GELU(), nn.Linear(65, 32))
     narrow, optimizer = ng.prepare(model, recipe, lr=1e-2)
     model, optimizer = accelerator.prepare(narrow, optimizer)
     pass_states_on(optimizer)

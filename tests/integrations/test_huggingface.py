@@ -28,7 +28,7 @@ def trainer_of(
     **changes: Any,
 ) -> Any:
     """A Trainer of its own defaults, but for its speed, its size and what ``changes``."""
-    settings: dict[str, Any] = {
+    settings = {
         "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": LR, "report_to": "none", "use_cpu": True,
         "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "train_sampling_strategy": "sequential",
     }  # fmt: skip

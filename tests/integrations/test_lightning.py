@@ -50,7 +50,7 @@ class Module(pl.LightningModule):
 
 def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) -> pl.Trainer:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet: dict[str, Any] = {"max_epochs": -1, **dict.fromkeys(off, False), **options}
+    quiet = {"max_epochs": -1, **dict.fromkeys(off, False), **options}
     trainer = pl.Trainer(max_steps=steps, accelerator="cpu", **quiet)
     batches = DataLoader(sequences(4 * STEPS).split(4), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(
@@ -115,7 +115,7 @@ class Pair(Module):
     automatic_optimization = False
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        loss = self.model(input_ids=batch, labels=batch).loss
         self.manual_backward(loss)
         for optimizer in self.optimizers():  # type: ignore[union-attr]
             optimizer.step()

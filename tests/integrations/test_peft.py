@@ -123,7 +123,7 @@ def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"Cannot change the weight"):
         model.merge_adapter()
     model.save_pretrained(tmp_path)
-    whole: Any = peft.PeftModel.from_pretrained(base(), tmp_path).merge_and_unload()
+    whole = peft.PeftModel.from_pretrained(base(), tmp_path).merge_and_unload()
     assert abs(loss_of(whole) - loss_of(model.eval())) < 0.05
 
 

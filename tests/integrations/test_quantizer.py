@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 )
 def test_a_served_model_is_saved_and_loaded(name: str, compute: str, tmp_path: Path) -> None:
     """Also one that is quantized while it is loaded. Transformers renames Mixtral's modules."""
-    plain: Any = zoo.build(name).bfloat16()
+    plain = zoo.build(name).bfloat16()
     plain.save_pretrained(tmp_path / "plain")
     kind = type(plain)
     served = kind.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)

@@ -110,7 +110,7 @@ def train(config: Any, steps: int = STEPS) -> tuple[list[float], dict[str, Tenso
 
     It is what :meth:`Trainer.train` does, without its two seconds of sleep at the end.
     """
-    losses: list[float] = []
+    losses = []
 
     def log(step: int, loss: float, *_: Any, **__: Any) -> None:
         losses.append(loss)

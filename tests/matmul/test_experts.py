@@ -19,6 +19,7 @@ from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import Compute
+from tensors import gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -69,7 +70,7 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["grouped", "loop"])
 def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool, row: str) -> None:
     experts = Stacked(in_a_loop)
-    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x = gaussian(24, 32, seed=4).bfloat16()
     counts = torch.tensor([8, 0, 12, 4])
     linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: row)
     assert sorted(linears.layers) == ["experts.w1", "experts.w2", "experts.w3"]
@@ -165,7 +166,7 @@ def test_compiled_experts_are_one_graph_with_the_same_bits(compute: str) -> None
         experts = OfTransformers(False)
         del experts.w3
         experts.is_transposed = False
-        x = torch.randn(24, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+        x = gaussian(24, 32, seed=4).bfloat16()
         x.requires_grad_()
         model = nn.ModuleDict({"experts": experts})
         if compute == "served":
@@ -188,7 +189,7 @@ def test_backward_keeps_a_byte_of_each_input_of_experts() -> None:
     experts = Stacked(False)
     linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-tensor")
     x = torch.randn(24, 32).bfloat16()
-    saved: list[Tensor] = []
+    saved = []
 
     def note(tensor: Tensor) -> Tensor:
         saved.append(tensor)

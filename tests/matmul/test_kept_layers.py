@@ -19,7 +19,7 @@ from narrowgauge.matmul import NarrowLayers
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.kept_layers import roles_of
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.torch_support.model_parts import Parts, parts
+from narrowgauge.torch_support.model_parts import parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 
@@ -149,7 +149,7 @@ def test_a_recipe_keeps_them_too() -> None:
 
 def adapted(model: Any) -> Any:
     peft = pytest.importorskip("peft")
-    names: set[str] = set()
+    names = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.count(".") > 2:
             names.add(name.rpartition(".")[2])
@@ -170,8 +170,8 @@ ORDERS = (
 
 def places(model: nn.Module, names: dict[nn.Module, str]) -> dict[str, object]:
     """Return the parts that each module of the fresh model belongs to."""
-    found: Parts = parts(model)
-    places: dict[str, object] = {}
+    found = parts(model)
+    places = {}
     for module, name in names.items():
         places[name] = module in found.blocks, module in found.routers, module in found.inside
     for experts in found.experts:
@@ -190,7 +190,7 @@ def test_parts_are_the_same_before_and_after_swaps_codes_and_adapters(name: str)
         if "adapt" in order and name not in ("Llama", "T5", "Mixtral", "Jamba"):
             continue
         with torch.device("meta"):
-            model: Any = zoo.build(name)
+            model = zoo.build(name)
         names = {module: name for name, module in model.named_modules()}
         before = places(model, names)
         for step in order:

@@ -21,7 +21,7 @@ LENGTHS = (16, 33, 48, 7)
 @pytest.mark.parametrize(("way", "compute"), WAYS)
 def test_four_lengths_make_one_graph_and_one_program(way: str, compute: str) -> None:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
     if way == "served":
         quantize_for_inference(model, compute)
     else:

@@ -28,7 +28,6 @@ from matmul.scenarios import (
 )  # fmt: skip
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import FORMATS
 from processors import pretending
@@ -123,15 +122,6 @@ def test_gradients_are_those_wanted_and_no_others(
     for leaf, needed, value in zip(leaves, requires_grad, reference[1:], strict=True):
         assert (leaf.grad is None) == (not needed)
         assert leaf.grad is None or torch.equal(leaf.grad, value)
-
-
-@every_one_of_eight
-def test_a_pass_looks_up_no_format(row: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constants of its casts are fixed."""
-    layer, _ = make_layer(row)
-    passed(layer, *batch(SHAPES[0]))
-    monkeypatch.delattr(computes, "get_format")
-    passed(layer, *batch(SHAPES[0]))
 
 
 @every_one_of_eight

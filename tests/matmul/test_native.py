@@ -19,10 +19,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 
-from matmul.scenarios import cast_operands, gaussian, make_layer, passed, same
+from matmul.scenarios import cast_operands, exact, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply
-from narrowgauge.matmul.operand import Operand, without_outer
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.matmul_kernels import has_kernel, needs_kernel
 from narrowgauge.torch_support import proof
@@ -62,11 +61,6 @@ def untried() -> Iterator[None]:
     proof._reasons.clear()
 
 
-def values_of(operand: Operand) -> Tensor:
-    values = without_outer(operand).double()
-    return values if operand.outer is None else values * operand.outer.double()
-
-
 def test_which_computes_each_chip_multiplies_itself() -> None:
     float8 = {"float8-tensor", "float8-row", "scalify"}
     expected = {
@@ -100,7 +94,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
             if has_bias:
                 bias = gaussian(sides[1], seed=5)
             result = multiply(*pair, row.products[place], sides, dtype, bias)
-        lhs, rhs = map(values_of, pair)
+        lhs, rhs = map(exact, pair)
         product = oracle.product(lhs, rhs)
         wide = bias.double() if bias is not None else 0.0
         exactly = product.value + wide
@@ -121,7 +115,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
 def test_compilers_see_through_a_native_layer(compute: str) -> None:
     """Its graph has three kernels, and nothing else that is opaque."""
     layer, _ = make_layer(compute, 64, 80)
-    graphs: list[torch.fx.Graph] = []
+    graphs = []
 
     def seen(module: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(module.graph)

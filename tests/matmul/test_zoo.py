@@ -32,7 +32,7 @@ def answer(model: nn.Module) -> Row:
     place = ""
     if model_parts.blocks:
         (place,) = places
-    mixtures: dict[int, int] = {}
+    mixtures = {}
     for experts in model_parts.experts:
         mixtures[experts.number] = mixtures.get(experts.number, 0) + 1
         assert not any(name.startswith("b") for name in experts.stacks)
@@ -86,7 +86,7 @@ def test_parts_of_other_layouts(name: str) -> None:
 
 def calls_of(layer: nn.Module) -> list[list[torch.Tensor]]:
     """Return a list that will hold input, output and the output's gradient of each call."""
-    calls: list[list[torch.Tensor]] = []
+    calls = []
 
     def note(layer: Any, args: Any, y: torch.Tensor) -> None:
         calls.append([args[0].detach().clone(), y.detach().clone()])
@@ -107,9 +107,9 @@ COMPUTES = (
 def test_each_layer_s_values_are_those_of_its_casts(name: str) -> None:
     """Each class in one compute, in turn."""
     compute = COMPUTES[list(zoo.MODELS).index(name) % len(COMPUTES)]
-    model: Any = zoo.build(name).eval()
+    model = zoo.build(name).eval()
     linears = ng.swap_linears(model, compute)
-    layers: Any = {p: layer for p, layer in linears.layers.items() if isinstance(layer, nn.Linear)}
+    layers = {p: layer for p, layer in linears.layers.items() if isinstance(layer, nn.Linear)}
     seen = {path: calls_of(layer) for path, layer in layers.items()}
     model(**zoo.inputs_of(name)).loss.backward()
     users = Counter(map(id, (p for _, p in model.named_parameters(remove_duplicate=False))))
@@ -133,7 +133,7 @@ def widened_layers(model: nn.Module, name: str) -> set[str]:
     """Return the last names of the layers whose stored weights are widened in a pass."""
     keep = {"Llama4": ("*.experts",), "JetMoe": ("*.input_linear", "*.output_linear")}
     ng.quantize_for_inference(model, "int8-row", keep=keep.get(name, ()))
-    names: set[str] = set()
+    names = set()
     dequantize = QuantizedLinear.dequantize
 
     def seen(layer: QuantizedLinear) -> torch.Tensor:

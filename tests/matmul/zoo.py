@@ -27,12 +27,12 @@ def build(name: str) -> nn.Module:
     row = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, row["config"])(**_options(row["options"]))
-    model: nn.Module = getattr(transformers, row["model"])(config)
+    model = getattr(transformers, row["model"])(config)
     return model
 
 
 def _options(row: dict[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+    options = {}
     for key, value in row.items():
         if key == "base":
             options |= TABLE["base"]

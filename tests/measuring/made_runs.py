@@ -32,7 +32,7 @@ def make_run(
     evals: Sequence[tuple[int, float]] = (),
 ) -> Run:
     """A run that took 10 steps from a loss of 8, and ended in ``loss``; ``None`` is not finished."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for k in range(1, 11):
         rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds, "edq": edq})
     summary = {

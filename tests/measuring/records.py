@@ -21,7 +21,7 @@ AT = 81
 def healthy_steps(seed: int = 0) -> list[Row]:
     """Rows of steps whose loss falls with some noise."""
     draw = random.Random(seed)
-    rows: list[Row] = []
+    rows = []
     for step in range(1, NUM_STEPS + 1):
         seconds = 0.1 + draw.uniform(0, 0.01)
         row = {

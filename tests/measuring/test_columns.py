@@ -40,7 +40,7 @@ def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.law.__name__)
 def test_a_law_reads_what_it_declares(rule: DeclaredLaw) -> None:
-    read: set[str] = set()
+    read = set()
 
     class Watched(StepMetrics):
         def __getattr__(self, name: str) -> Any:
@@ -115,7 +115,7 @@ BAD: dict[str, Any] = {
 @pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area])
 def test_a_column_alone_makes_its_law_speak(name: str) -> None:
     """Of a record with one bad column nothing says that its area was looked at, and nothing found."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for step in range(1, 101):
         bad = BAD[name]
         if isinstance(bad, tuple):
@@ -179,7 +179,7 @@ def test_what_a_run_could_not_have_had_is_not_named() -> None:
 def test_audits_of_a_random_rounding_are_not_accused(storage: str) -> None:
     """At a small rate the EDQ of few elements is far from 1 by chance."""
     for rate in (1e-7, 1e-5):
-        told: set[str] = set()
+        told = set()
         laws = Laws()
         torch.manual_seed(0)
         model = torch.nn.Linear(32, 64).bfloat16()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +80,7 @@ def test_a_run_is_finished_when_somebody_said_so_or_its_last_planned_step_is_wri
 
 def test_what_a_record_does_not_show_is_said() -> None:
     run = with_event("unseen", tensor="the clip", severity="note")
+    run.run["config"]["recipe"] = "a recipe of another program"
     assert ng.diagnose(run).unseen["the clip"] == "it happened"
 
 
@@ -103,32 +103,6 @@ def test_the_command_prints_the_table_or_json(spiked_run: Path) -> None:
     same = call(spiked_run, spiked_run)
     assert "The same in all that both recorded (160 steps)." in same.output
     assert json.loads(call(spiked_run, spiked_run, "--json").output)["ok"]
-
-
-def write(name: str, text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text(text)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
-    "no settings": (lambda folder: (folder / "run.toml").unlink(), 2, "or a Hugging Face trainer_state.json"),
-    "garbled settings": (write("run.toml", "[config\n"), 2, "run.toml is damaged"),
-    "an unknown recipe": (write("run.toml", 'schema_version = 2\n[config]\nrecipe = "foo/bar"\n'), 0, "spike"),
-    "no row": (write("steps.jsonl", ""), 0, "Nothing was looked at: 0 rows without a value that is read."),
-    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
-}  # fmt: skip
-"""What is done to a record with a spike, how the command ends, and what it says."""
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
-    spiked_run: Path, tmp_path: Path, damage: str
-) -> None:
-    spoil, status, words = DAMAGES[damage]
-    folder = shutil.copytree(spiked_run, tmp_path / "run")
-    spoil(folder)
-    result = call(folder)
-    assert result.exit_code == status and words in result.output, result.output
-    assert status == 0 or result.output.count("\n") <= 2
 
 
 def test_a_damaged_row_of_a_run_is_told_once(spiked_run: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from measuring.test_training_setup import language_model
 from narrowgauge.measuring.check.dispatch import PolicyMode
 from narrowgauge.measuring.check.passes import Passes
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
+from tensors import random_tokens
 
 
 def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -22,7 +23,7 @@ def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
 def test_shadows_of_narrow_weights_have_the_bits_of_a_float64_model() -> None:
     model = language_model().bfloat16()
     exact = copy.deepcopy(model).double()
-    tokens = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(8, 17, 32)
     leaves = dict(model.named_parameters())
     passes = Passes(model, leaves, [tokens], next_token)
     shadows = passes.run(passes.step, Float64Shadow()).shadows

@@ -43,12 +43,12 @@ def make_run(
         dtype: of all tensors.
         tables: of ``run.toml``, added to what every run has.
     """
-    table: dict[str, Any] = {"config": SETTINGS, "machine": {"num_threads": 2}}
+    table = {"config": SETTINGS, "machine": {"num_threads": 2}}
     table |= {key: {**table.get(key, {}), **values} for key, values in tables.items()}
     run = Run(Path(name), {"data": {"fingerprint": "a"}, **table})
     run.__dict__["fingerprints"] = []
     for step in range(1, steps + 1):
-        row: dict[str, list[Any]] = {}
+        row = {}
         for number, key in enumerate(TENSORS):
             factor = (changed or {}).get((step, key), 1.0)
             row[key] = [2000 * step + 2 * number + (factor != 1), 2.0 * factor, NUMEL]
@@ -230,7 +230,7 @@ def up_to_ten() -> Iterator[dict[str, Any]]:
 
 
 def test_two_runs_are_read_no_further_than_their_first_difference() -> None:
-    long: Any = up_to_ten()
+    long = up_to_ten()
     first = replace(make_run("a", steps=0), steps=long)
     second = replace(make_run("b", steps=0), steps=[{"step": 8, "loss": 2.0}])
     assert [(at.step, at.what) for at in FirstDifference(first, second).readings] == [(8, "loss")]

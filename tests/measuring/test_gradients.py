@@ -63,7 +63,7 @@ def test_what_a_pass_changes_is_put_back() -> None:
 
 def test_the_check_calls_the_loss_as_often_as_its_page_says() -> None:
     parts = 3 * [tokens_of(0)]
-    calls: list[Any] = []
+    calls = []
 
     def counted(model: nn.Module, batch: Any) -> Tensor:
         calls.append(batch)

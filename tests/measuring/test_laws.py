@@ -19,7 +19,7 @@ from narrowgauge.measuring.reading import STAGES, Reading
 
 
 def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[StepMetrics]:
-    healthy: Row = {"loss": 3.0, "grad_norm": 0.5, "skipped": False}
+    healthy = {"loss": 3.0, "grad_norm": 0.5, "skipped": False}
     return [
         StepMetrics.of({"step": step, **healthy, **wrong(step)}) for step in range(1, until + 1)
     ]
@@ -116,7 +116,7 @@ def test_a_count_over_the_run_speaks_from_nine_in_ten_on(
 ) -> None:
     """Games, policies and rare experts mean the others, which are named as not looked at."""
     laws = Laws()
-    readings: list[Reading] = []
+    readings = []
     for step in range(NUMBER):
         is_so = (step + 1) * percent // 100 > step * percent // 100
         fields = {"arrived": 1.0, "missing": [], "kept": False, "same_data": False}
@@ -136,7 +136,7 @@ def test_a_healthy_run_is_silent() -> None:
         norm = 0.5 * math.exp(0.3 * noise.gauss(0, 1))
         stored = {"a": 1 + 0.1 * noise.gauss(0, 1)}
         largest = 1e-4 * noise.random()
-        numbers: Row = {"loss": loss, "grad_norm": norm, "arrived": norm, "lr": 1e-4}
+        numbers = {"loss": loss, "grad_norm": norm, "arrived": norm, "lr": 1e-4}
         steps.append(StepMetrics(step, skipped=False, stored=stored, largest=largest, **numbers))
     assert told(steps) == []
 

@@ -14,6 +14,7 @@ from narrowgauge.measuring.check.training_setup import setup_of
 from narrowgauge.measuring.optimizer_copy import low_bits_kept
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.spec.significance import MIN_EDQ
+from tensors import gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -117,9 +118,7 @@ KEPT = {"nearest": False, "kahan": True, "random": True, "master": True}
 
 @pytest.mark.parametrize("rounding", KEPT)
 def test_what_a_class_of_the_users_own_keeps_is_measured(rounding: str) -> None:
-    weight = nn.Parameter(
-        torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    )
+    weight = nn.Parameter(gaussian(64, 64, seed=0).bfloat16())
     (stepped,) = setup_of(nn.ParameterList([weight]), Own([weight], rounding)).trained
     before = torch.get_rng_state()
     assert low_bits_kept(stepped.optimizer, stepped.group, weight) == KEPT[rounding]

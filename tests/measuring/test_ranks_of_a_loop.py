@@ -33,7 +33,7 @@ def train(rank: int, folder: Path, fault: str) -> None:
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(29, 16), torch.nn.Linear(16, 29))
-    parallel: torch.nn.Module = DistributedDataParallel(model)
+    parallel = DistributedDataParallel(model)
     if fault == "shards":
         columns = ColwiseParallel(output_layouts=Replicate())
         parallel = parallelize_module(model, init_device_mesh("cpu", (4,)), {"1": columns})
@@ -45,7 +45,7 @@ def train(rank: int, folder: Path, fault: str) -> None:
             loss = F.cross_entropy(parallel(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             if fault == "flipped" and rank == 1 and step == AT:
-                gradient: Any = model.get_parameter(NAME).grad
+                gradient = model.get_parameter(NAME).grad
                 gradient.view(torch.int32)[3, 5] ^= 1 << 20
             optimizer.step()
             optimizer.zero_grad()

@@ -19,6 +19,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.measuring.watch import recorder as recorder_module
 from narrowgauge.measuring.watch.hooks import RunNotice
 from ranks import run_ranks
+from tensors import gaussian
 
 LASTING = ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "arrived")
 """Columns that a resume does not change."""
@@ -33,7 +34,7 @@ def begin(
             folder, model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options
         )
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 1.0, "audit_every": 2}
+    settings = {"lr": 1e-2, "max_grad_norm": 1.0, "audit_every": 2}
     ours = ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", **settings)
     return ng.RunRecorder(folder, *ours, **options)
 
@@ -41,7 +42,7 @@ def begin(
 def train(recorder: ng.RunRecorder, steps: range, scale: float = 1.0) -> None:
     dtype = next(recorder.model.parameters()).dtype
     for step in steps:
-        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        batch = gaussian(4, 8, seed=step)
         loss = scale * recorder.model(batch.to(dtype)).float().square().mean()
         loss.backward()
         recorder.optimizer.step()

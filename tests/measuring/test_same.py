@@ -26,10 +26,11 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.same.same import distance
 from tables import exhaustive
+from tensors import gaussian, random_tokens
 
 FLOAT32 = torch.float32
 BFLOAT16 = torch.bfloat16
-TOKENS = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(8, 16, 61, seed=1)
 
 
 def model_of(dtype: torch.dtype = FLOAT32, **options: Any) -> Any:
@@ -199,7 +200,7 @@ def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> Non
 # ── two sets of weights ───────────────────────────────────────────────────────────────────────────
 
 ONES = torch.ones(4)
-MATRIX = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+MATRIX = gaussian(4, 4, seed=0)
 STATES: dict[str, tuple[Tensor | None, dict[str, tuple[str, float]], str]] = {
     "equal": (MATRIX, {}, "weights: 0.00% of 20 values differ; 2 of 2 tensors are equal"),
     "a factor": (3 * MATRIX, {"other-weights": ("proj", 1)}, "proj         16      16       2       3"),
@@ -238,7 +239,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
         assert row["differ"] == 4 and row["change"] == 1
 
 
-WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+WEIGHT = gaussian(64, 64, seed=3)
 LARGEST = WEIGHT.abs()
 F8 = torch.float8_e4m3fn
 SCALES: dict[str, tuple[torch.dtype, str, Tensor]] = {

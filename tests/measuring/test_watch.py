@@ -33,8 +33,8 @@ B16 = torch.bfloat16
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_the_stored_share_is_that_of_a_twin_in_float32(kind: Any) -> None:
     """The share of the step that bfloat16 stores, of each tensor that was sampled."""
-    twin: Any = None
-    before: dict[str, Tensor] = {}
+    twin = None
+    before = {}
 
     def copied(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal twin
@@ -162,7 +162,7 @@ def test_a_measure_that_fails_ends_alone_and_is_named(
 
 
 def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
+    messages = []
     monkeypatch.setattr(laws, "failure_of", lambda title, error: f"{title} ended: {error}")
 
     def broken(tell: Any) -> Any:

@@ -20,7 +20,7 @@ from narrowgauge.numerics.exact_sums import (
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.optim.step.norm_kernel import SquaresTable, squares_by_kernel
 from oracles.exact_sums import exact_sum_of_squares, nearest_float
-from tensors import scalar_bits
+from tensors import gaussian, scalar_bits
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -133,7 +133,7 @@ def test_neither_layout_nor_the_order_of_tensors_enters(
 ) -> None:
     draws = []
     for k, shape in enumerate(SHAPES):
-        draws.append(torch.randn(shape, generator=torch.Generator().manual_seed(k)) * scale)
+        draws.append(gaussian(*shape, seed=k, scale=scale))
     tensors = []
     for x, dtype in zip(draws, itertools.cycle(dtypes), strict=False):
         tensors.append(x.to(dtype))

@@ -87,7 +87,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     shares = [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60
     for step, share in enumerate(shares, 1):
         for (owner, storage), edq in ((healthy, 1.0), (stalled, share)):
-            sample: Any = SimpleNamespace(owners=[owner], storage=STORAGES[storage])
+            sample = SimpleNamespace(owners=[owner], storage=STORAGES[storage])
             row = torch.nn.functional.pad(steps([edq]), (0, 1), value=step)
             auditor.fresh.append((sample, HostCopy(row)))
         raised += auditor.collect(lambda: names)
@@ -103,7 +103,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
 @pytest.mark.parametrize(("storage", "is_told"), [("naive", True), ("stochastic", False)])
 def test_few_changes_of_a_random_rounding_are_chance(storage: str, is_told: bool) -> None:
     auditor = Auditor()
-    sample: Any = SimpleNamespace(owners=[torch.zeros(1)], storage=STORAGES[storage])
+    sample = SimpleNamespace(owners=[torch.zeros(1)], storage=STORAGES[storage])
     raised = []
     for step in range(1, WINDOW):
         row = torch.nn.functional.pad(steps([0.0]), (0, 1), value=step)
@@ -163,7 +163,7 @@ def arrives(
 def watched(params: Any, **options: Any) -> tuple[ng.Optimizer, list[Alarm]]:
     """Return an AdamW without decay, and the list of its alarms."""
     optimizer = ng.AdamW(params, weight_decay=0.0, **options)
-    alarms: list[Alarm] = []
+    alarms = []
     optimizer.on_alarm = alarms.extend
     return optimizer, alarms
 
@@ -193,7 +193,7 @@ def test_a_fault_in_one_tensor_is_told_within_100_steps_and_nothing_else(name: s
     weights = parameters(storage, [(64, 64)] * count, scale=0.05)
     for p in weights:
         p.grad = torch.full_like(p, 1e-2)
-    groups: list[dict[str, Any]] = [{"params": weights}]
+    groups = [{"params": weights}]
     if storage_of_others != storage:
         groups = [{"params": part} for part in (weights[:22], weights[22:23], weights[23:])]
         groups[0]["storage"] = groups[2]["storage"] = storage_of_others
@@ -231,7 +231,7 @@ def test_gradients_of_1e_minus_10_to_1e10_arrive_or_the_audit_says_so(
     """Within 20 steps, by a sample of a sixteenth of the elements."""
     sizes = MIXED[mixed]
     params = parameters(storage, [(64, 64)] * len(sizes), scale=0.0)
-    options: dict[str, Any] = {"eps": 0.0, "low_bits": "zero", "audit_every": 1}
+    options = {"eps": 0.0, "low_bits": "zero", "audit_every": 1}
     optimizer, _ = watched(params, lr=1e-2, storage=storage, **options)
     torch.manual_seed(0)
     for step in range(60):
@@ -285,7 +285,7 @@ def test_states_that_are_moved_between_steps_have_the_audit_of_states_that_stay(
     shares = []
     for is_moved in (False, True):
         (weight,) = parameters("kahan", [(64, 64)])
-        options: dict[str, Any] = {"betas": (0.9, 0.998), "storage": "kahan", "audit_every": 5}
+        options = {"betas": (0.9, 0.998), "storage": "kahan", "audit_every": 5}
         optimizer, _ = watched([weight], lr=1e-3, **options)
         for step in range(300):
             take_steps(optimizer, range(step, step + 1), 1.0 if step < 20 else 1e-2)
@@ -383,7 +383,7 @@ def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> N
     model = nn.Module()
     model.first, model.late = first, late
     optimizer = ng.AdamW([first], lr=1e-5, storage="naive", audit_every=1)
-    outer: Any = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    outer = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
     assert ng.audit(outer, model) == {}
     take_steps(optimizer, range(1))
     assert list(ng.audit(outer)) == ["first"]

@@ -48,7 +48,7 @@ def outcome(storage: str, kind: str, name: str, *, forgets: bool) -> list[Any]:
     """What a script sees: refusals, the norm, bits, counts, the audit."""
     optimizer = build(storage)
     last = FIRST_EDITED + (kind == "gradients")  # in the first step with it the checks are new
-    seen: list[Any] = []
+    seen = []
     for step in range(FIRST_EDITED + 4):
         set_gradients(parameters_of(optimizer), step, 0.1)
         if forgets:

@@ -26,7 +26,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def trained_and_resumed() -> list[torch.optim.Optimizer]:
     """Return two optimizers of two parts each: one after a step, one before it."""
-    pair: list[torch.optim.Optimizer] = []
+    pair = []
     for _ in range(2):
         parts = [("first", vector(9, torch.float32)), ("second", vector(8, torch.float32))]
         pair.append(ng.AdamW(parts, storage="float32"))

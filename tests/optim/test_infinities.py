@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def moved(storage: str, glitch: float) -> Tensor:
     """Return how far weights move in steps 100 to 120 if one gradient of the tenth is a glitch."""
     torch.manual_seed(0)
     (weight,) = parameters(storage, [(2, 64)], scale=0.0)
-    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
     optimizer = build("adamw", [weight], storage, low_bits="zero", **options)
     before = weight.detach()
     for step in range(320):

@@ -57,7 +57,7 @@ def trained(storage: str, kind: Any = ng.AdamW, **options: Any) -> tuple[nn.Modu
     model = network()
     if kind is ng.AdamW:
         options = {"storage": storage, "compile": False}
-    named: Any = model.named_parameters()
+    named = model.named_parameters()
     optimizer = kind(named, lr=1e-2, betas=(0.9, 0.95), **options)
     for step in range(3):
         step_along(optimizer, 0.5 + step)
@@ -188,7 +188,7 @@ def test_load_hooks_run_as_in_torch(is_torchs: bool) -> None:
         (old,) = state["param_groups"]
         old["storage"] = "an old name"
         del old["seed"], old["low_bits"]
-    calls: list[Any] = []
+    calls = []
 
     def mend(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         calls.append(sorted(state["state"]))

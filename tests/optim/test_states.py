@@ -14,7 +14,7 @@ import narrowgauge as ng
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.accelerate import pass_states_on
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import Shape, build, everything, narrow, parameters, refused, step_along
+from optim.pairs import Shape, build, everything, narrow, parameters, refused
 from optim.scenarios import REPRESENTATIVES
 from tensors import assert_same_bits, parameters_of, take_steps
 
@@ -85,19 +85,6 @@ def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
     group["params"][0] = narrow(*SHAPES[0])
     with pytest.raises(RecipeError, match="formats or values"):
         pass_states_on(replaced)
-
-
-def test_a_skipped_step_does_not_count() -> None:
-    """Nor where the decision to skip is still on a device when the step ends."""
-    weight = narrow(4, 4)
-    optimizer = ng.AdamW([weight], lr=0.1, max_grad_norm=1.0, compile=False)
-    for value in (1.0, 1.0, torch.inf):
-        step_along(optimizer, value)
-    count = optimizer.state[weight]["step"]
-    assert float(count) == 2.0
-    optimizer._pending = torch.ones(()), [count.add_(1)]
-    assert float(optimizer.state_dict()["state"][0]["step"]) == 2.0
-    assert optimizer.num_skipped == 2
 
 
 @pytest.mark.parametrize("count", [9, torch.tensor(9), torch.tensor(9.0, dtype=torch.float64)])

@@ -113,7 +113,7 @@ def train(
     elements, other strides; and vectors of any length, of which kernels read 16 bytes at once.
     """
     dtype = getattr(torch, STORAGES[storage].visible)
-    shapes: list[tuple[int, ...]] = [(3, 24), (6, 64), (3, 7), (9,), (0, 4), (4, 16), (6, 8)]
+    shapes = [(3, 24), (6, 64), (3, 7), (9,), (0, 4), (4, 16), (6, 8)]
     shapes += [(5, 3, 2, 2), (2, 520), *((length,) for length in range(14, 36))]
     params = []
     for k, shape in enumerate(shapes):
@@ -208,7 +208,7 @@ def test_a_step_that_a_device_skips_changes_nothing(storage: str, compiled: bool
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a param group. One more finds the norm, whatever the number of tensors."""
-    calls: list[int] = []
+    calls = []
     call = launch.KernelLaunch.call
 
     def counted(rows: launch.KernelLaunch, *arguments: Any, **constants: Any) -> None:

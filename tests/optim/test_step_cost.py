@@ -59,8 +59,8 @@ def assembly(storage: str, machine: str) -> list[str]:
 
 def loop_of(lines: list[str]) -> list[str]:
     """Return the instructions of the shortest loop that takes square roots."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
+    code = []
+    labels = {}
     loops = []
     for line in map(str.strip, lines):
         label = re.match(r"(\.L\w+):", line)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.validation import HOW, NEVER, device_of_step
 from optim.pairs import PAIRS, RULES, build, everything, narrow, parameters, refused
 from tables import exhaustive
@@ -135,7 +135,7 @@ def made(**options: Any) -> Callable[[], Any]:
 
 
 def with_own_rule() -> ng.Optimizer:
-    rule: Rule = dataclasses.replace(ADAMW, name="own", monotone=False)
+    rule = dataclasses.replace(ADAMW, name="own", monotone=False)
     options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     return ng.Optimizer([narrow(4, 6)], rule, options, storage="compact")
 
@@ -180,7 +180,7 @@ class Holder(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> Holder:
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         return make(cls, shape, dtype=torch.bfloat16)  # type: ignore[no-any-return]
 
     @classmethod
@@ -304,7 +304,7 @@ def test_notes_of_other_code_stay_beside_a_state() -> None:
     saved["state"]["of all"] = 7
     take_steps(optimizer, range(1, 2))
     optimizer.load_state_dict(saved)
-    other: Any = "of all"
+    other = "of all"
     state = optimizer.state[weight]
     assert optimizer.state[other] == 7
     assert not state["slow"].any() and state["old_p"].shape == (4, 4)

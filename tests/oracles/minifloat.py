@@ -1,54 +1,11 @@
-"""Rounding to a narrow format by looking it up in the list of all its values, as fractions.
-
-Slow and plain on purpose: a format is the sorted list of its magnitudes, written out from its
-published definition, with one more value past the end (the next one if the exponents went on), from
-which overflow is seen. No bits are handled.
-"""
+"""The values of a narrow format, their spacing, and the nearest scale. No bits are handled."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from fractions import Fraction
 
-from expectations import FLOATS
 from narrowgauge.spec.formats import FORMATS
-
-
-class Grid:
-    """The magnitudes of a floating-point format, ascending, with one past the largest."""
-
-    def __init__(self, name: str) -> None:
-        exponent_bits, mantissa_bits, bias, reserved = FLOATS[name]
-        self.magnitudes: list[Fraction] = []
-        for field in range(2**exponent_bits + 1):
-            for mantissa in range(2**mantissa_bits):
-                part = Fraction(mantissa, 2**mantissa_bits) + (1 if field else 0)
-                self.magnitudes.append(part * Fraction(2) ** (max(field, 1) - bias))
-        self.num_finite = 2 ** (exponent_bits + mantissa_bits) - reserved
-        del self.magnitudes[self.num_finite + 1 :]
-
-    @property
-    def max(self) -> Fraction:
-        """The largest finite magnitude."""
-        return self.magnitudes[self.num_finite - 1]
-
-    def below(self, value: float) -> int:
-        """Which magnitude lies just below or at a value; the largest for what is out of range."""
-        return min(bisect_right(self.magnitudes, Fraction(abs(value))), self.num_finite) - 1
-
-    def nearest(self, value: float) -> float | None:
-        """The nearest value, ties to the even place in the list; None on overflow."""
-        place = self.below(value)
-        exact = Fraction(abs(value))
-        down = exact - self.magnitudes[place]
-        up = self.magnitudes[place + 1] - exact
-        place += up < down or (up == down and place % 2 == 1)
-        return (
-            None
-            if place == self.num_finite
-            else math.copysign(float(self.magnitudes[place]), value)
-        )
 
 
 def values_of(name: str, step: int = 1) -> list[float]:

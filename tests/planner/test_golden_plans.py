@@ -47,7 +47,7 @@ def figures() -> dict[str, list[float]]:
     draw = Random(0).choice
     rows = {}
     while len(rows) < 100:
-        question: dict[str, Any] = {
+        question = {
             "model": draw(MODELS), "chip": draw(CHIPS), "recipe": draw(RECIPES), "length": draw((2048, 65_536)),
             "optimizer": draw(OPTIMIZERS), "asked": draw(LAYOUTS), "program": draw(LOOPS),
         }  # fmt: skip

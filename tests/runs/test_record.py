@@ -163,7 +163,7 @@ def assert_a_full_disk_leaves_whole_rows(folder: Path) -> None:
         with pytest.raises(RecordError, match=words):
             for step in range(2, 10_000):
                 writer.append("steps", {"step": step, "loss": 0.5})
-    notes: list[str] = []
+    notes = []
     rows = [*reading.rows_in(folder / "steps.jsonl", notes)]
     assert [row["step"] for row in rows] == [*range(1, step)] and not notes
 
@@ -205,7 +205,7 @@ def test_a_row_has_two_kilobytes_at_300_tensors() -> None:
     names = [
         f"model.layers.{number}.mlp.experts.{number}.down_proj.weight" for number in range(300)
     ]
-    row: dict[str, Any] = {"step": 1, "stored": {name: -len(name) / 7 for name in names}}
+    row = {"step": 1, "stored": {name: -len(name) / 7 for name in names}}
     for name, column in STEP.items():
         if column.type == "number":
             row[name] = math.pi * 1e5
@@ -243,7 +243,7 @@ def test_a_large_file_is_read_as_a_list_in_few_loops(
     run = read_run(folder)
     assert (run.columns, run.last_step) == (expected.columns, expected.steps[-1])
     assert len(run.steps) == 4 and [*run.steps] == expected.steps
-    loops: list[str] = []
+    loops = []
     true_rows_in = reading.rows_in
 
     def rows_in(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:

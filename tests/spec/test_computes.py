@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -42,7 +41,7 @@ _MX = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
 
 def test_252_casts_of_12096_go_together() -> None:
     """Each of them multiplies (tests/matmul/test_linear.py); all others are refused."""
-    words: tuple[tuple[Any, ...], ...] = (
+    words = (
         ("bfloat16", "float32", "float64", "tfloat32", "float8_e4m3fn", "int8", "float4_e2m1fn", "float8_e8m0fnu"),
         ("none", "tensor", "row", "column", "1x32", "3x5", "x"),
         ("float32", "float8_e8m0fnu", "float8_e4m3fn", "bad"),

@@ -6,8 +6,7 @@ import ml_dtypes
 import pytest
 
 from expectations import ELSEWHERE, FLOATS, INTEGERS
-from narrowgauge.errors import FormatError
-from narrowgauge.spec.formats import FORMATS, get_format
+from narrowgauge.spec.formats import FORMATS
 
 ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[name].kind != "int"]
 
@@ -37,9 +36,3 @@ def test_integers_by_hand(name: str) -> None:
     row = FORMATS[name]
     assert (row.min, row.max) == INTEGERS[name]
     assert (row.smallest_subnormal, row.smallest_normal, row.epsilon) == (None, None, 1.0)
-
-
-def test_names() -> None:
-    assert get_format("int8") is get_format(FORMATS["int8"]) is FORMATS["int8"]
-    with pytest.raises(FormatError, match="Did you mean 'bfloat16'"):
-        get_format("bfloat15")

@@ -170,6 +170,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
+    "codes without scales of rows": (lambda: quantize_for_inference(layers(), "mxfp8"), RecipeError, "int8-outlier-codes"),
     "a model in float16": (in_float16, RecipeError, "float8-row.*float16.*bfloat16 weights"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),

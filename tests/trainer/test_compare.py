@@ -76,7 +76,7 @@ def base(place: Path, one_thread: None) -> dict[str, Any]:
 
 def done(base: dict[str, Any], out: Path, seeds: int = 1, **changes: Any) -> str:
     """Compare or go on, and return the printed text."""
-    lines: list[str] = []
+    lines = []
     compare_recipes(RECIPES, {**base, **changes}, seeds=seeds, out=out, say=lines.append)
     return "\n".join(lines)
 

@@ -137,7 +137,7 @@ STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
 
 def lines_of(folder: Path) -> Counter[bytes]:
     """Count the lines of records, and the content of summaries and of a user's files."""
-    lines: Counter[bytes] = Counter()
+    lines = Counter()
     for path, content in bytes_of(folder).items():
         if (
             path.suffix == ".jsonl"

@@ -67,7 +67,7 @@ def test_micro_batches_add_up_to_the_batch(place: Path) -> None:
 
 def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path) -> None:
     run = built(place)
-    modes: list[bool] = []
+    modes = []
     run.model.model.layers[1].register_forward_pre_hook(
         lambda layer, _: modes.append(layer.training)
     )

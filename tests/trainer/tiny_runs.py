@@ -41,7 +41,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def settings(place: Path, out: Path, **changes: Any) -> Settings:
-    defaults: dict[str, Any] = {
+    defaults = {
         "steps": 8, "batch_size": 4, "sequence_length": 16, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8,
         "checkpoint_every": 2,
     }  # fmt: skip

@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    model: Any = zoo.build(family)
+    model = zoo.build(family)
     for name, parameter in model.named_parameters():
         # What starts as zeros or ones would hide a wrong rule.
         if parameter.ndim == 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven
-from narrowgauge.optim.rules.collage import ExpansionParts, collage_adamw
+from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import ADAMW
 from oracles import collage as narrow
 from tensors import gaussian
@@ -52,8 +52,8 @@ def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> None
 def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) -> None:
     count = 2048
     zeros = torch.zeros(count)
-    weight: ExpansionParts = (BFLOAT16(gaussian(count, scale=0.02)), zeros)
-    moments: list[ExpansionParts] = [(zeros,), (zeros, zeros) if plus else (zeros,)]
+    weight = (BFLOAT16(gaussian(count, scale=0.02)), zeros)
+    moments = [(zeros,), (zeros, zeros) if plus else (zeros,)]
     names = ("w", "dw", "m", "v", "dv")[: 4 + plus]
     words = dict.fromkeys(names, zeros.bfloat16()) | {"w": weight[0].bfloat16()}
     for t in range(1, 21):

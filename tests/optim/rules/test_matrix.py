@@ -78,7 +78,7 @@ def test_twelve_steps_of_galore_agree_with_float64(shape: tuple[int, int]) -> No
 def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(
     shape: tuple[int, int], scale: str, nesterov: bool
 ) -> None:
-    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
     options |= {"nesterov": nesterov, "adjust_lr_fn": scale}
     start = gaussian(*shape)
     theirs = nn.Parameter(start.clone())

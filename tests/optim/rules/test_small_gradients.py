@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ def test_no_step_is_longer_than_that_of_float64(storage: str, betas: tuple[float
     gradients = torch.exp2(exponents).repeat_interleave(256).view(-1, 256).to(dtype)
     weight = nn.Parameter(torch.full_like(gradients, 0.5))
     exact = nn.Parameter(weight.detach().double())
-    options: dict[str, Any] = {"lr": RATE, "betas": betas, "eps": 0.0, "weight_decay": 0.0}
+    options = {"lr": RATE, "betas": betas, "eps": 0.0, "weight_decay": 0.0}
     optimizer = ng.AdamW([weight], storage=storage, low_bits="zero", audit_every=0, **options)
     reference = torch.optim.AdamW([exact], **options)
     for _ in range(20):
