@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.measuring.check.training_setup import sample_elements, setup_of
@@ -90,9 +90,3 @@ def test_the_members_of_a_container_have_the_rates() -> None:
     for word in ("0.003", "0.2", "0.04", "AdamW", "SGD"):
         assert word in table
     assert "Container" not in table
-
-
-def test_a_batch_without_a_loss_is_refused() -> None:
-    model = language_model()
-    with pytest.raises(ng.errors.RecipeError, match="batch= needs loss="):
-        ng.check(model, torch.optim.SGD(model.parameters()), batch=Tensor())

@@ -1,8 +1,8 @@
 """What is refused, as one table: each refusal is one line that names what was asked and gives one
 advice.
 
-The regular expressions hold the essential words only. Nothing is changed or written by what is
-refused.
+The regular expressions hold the essential words only. Those of a call are of its
+message, then of its advice. Nothing is changed or written by what is refused.
 """
 
 from __future__ import annotations
@@ -149,54 +149,67 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16))
 
 
-def in_float16() -> None:
-    model = layers().half()
+def called(weights: torch.dtype, inputs: torch.dtype) -> None:
+    model = layers().to(weights)
     ng.swap_linears(model, "float8-row")
-    model(torch.ones(2, 16, dtype=torch.float16))
+    model(torch.ones(2, 16, dtype=inputs))
 
 
-CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+B16, F16 = torch.bfloat16, torch.float16
+
+
+CALLS: dict[str, tuple[Callable[[], Any], type[NarrowgaugeError], str]] = {
     # recipes by name
-    "bf16": (lambda: parse("bf16"), RecipeError, "'bf16'.*'bfloat16/word'"),
-    "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "'reproducibl'"),
-    "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8-tensor"),
+    "bf16": (lambda: parse("bf16"), RecipeError, "'bf16' as a recipe\n'bfloat16/word'"),
+    "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "named 'reproducibl'\nmean 'reproducible'"),
+    "two meanings": (lambda: get_compute("float8"), RecipeError, "'float8' as a recipe\nfloat8-row.*float8-tensor"),
     # optimizers
-    "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
-    "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
-    "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "mean 'word'"),
-    "float64": (lambda: ng.AdamW(weights(torch.float64)), RecipeError, r"'word'.*float64.*model\.float\(\).*'float64'"),
-    "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
-    "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
+    "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*must be .*at least 0"),
+    "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0: it must be .*below 1"),
+    "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "no storage is named 'wrod'\nmean 'word'"),
+    "float64": (lambda: ng.AdamW(weights(torch.float64)), RecipeError, "'word'.* is float64\nmodel.float.*'float64'"),
+    "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32\n'split'"),
     # models
-    "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
-    "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
-    "codes without scales of rows": (lambda: quantize_for_inference(layers(), "mxfp8"), RecipeError, "int8-outlier-codes"),
-    "a model in float16": (in_float16, RecipeError, "float8-row.*float16.*bfloat16 weights"),
+    "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "word.*float16\nmodel.float"),
+    "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "named 'int7'\nmean 'int8-row'"),
+    "codes without scales of rows": (lambda: quantize_for_inference(layers(), "mxfp8"), RecipeError, "mxfp8\nint8-outlier"),
+    "a model in float16": (lambda: called(F16, F16), RecipeError, "float8-row.*float16\ntorch.autocast.*bfloat16 weights"),
+    "an input of 16 bits": (lambda: called(torch.float32, B16), RecipeError, "layer '0'.*weight in float32\ntorch.autocast"),
+    "a batch without a loss": (
+        lambda: ng.check(layers(), torch.optim.SGD(layers().parameters()), batch=torch.ones(1)), RecipeError,
+        "batch= needs loss=\nPass both",
+    ),
+    "a loop without a loss": (lambda: ng.compare(lambda *_: "abc", ["mine"]), NarrowgaugeError, "for mine, but 'abc'\nReturn"),
+    "a loss of two numbers": (
+        lambda: ng.compare(lambda *_: {"val_loss": torch.ones(2)}, ["mine"]), NarrowgaugeError, "for mine, but {\nReturn",
+    ),
     # casts
-    "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),
-    "a hash of sixteen bytes": (lambda: fingerprint(torch.ones(3, dtype=torch.complex128)), FormatError, "16 bytes"),
-    "a wider format": (lambda: round_to(torch.ones(3), "float64"), FormatError, "float64.*float32"),
+    "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "named 'float8_e4m3fm'\nmean 'float8_e4m3fn'"),
+    "a hash of sixteen bytes": (lambda: fingerprint(torch.ones(3, dtype=torch.complex128)), FormatError, "16 bytes\nview_as"),
+    "a wider format": (lambda: round_to(torch.ones(3), "float64"), FormatError, "float64.*float32\nTake a format"),
     # plans
-    "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*0, 1, 2, 3"),
+    "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*must be .*0, 1, 2, 3"),
     "what does not divide": (
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),
-        NarrowgaugeError, "tensor.: 3.*does not divide llama-8b",
+        NarrowgaugeError, "tensor.: 3.*does not divide llama-8b\nLeave a field open",
     ),
-    "a module": (lambda: plan(layers(), chip="H100-SXM"), DataError, "plan Sequential: .*config"),
+    "a module": (lambda: plan(layers(), chip="H100-SXM"), DataError, "plan Sequential\nconfig.json"),
     # runs
-    "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
+    "no run": (lambda: read_run(Path("nowhere")), RecordError, "No run in 'nowhere'\nName a run folder"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call(name: str) -> None:
+def test_a_call(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     call, kind, words = CALLS[name]
+    message, _, advice = words.partition("\n")
     with pytest.raises(kind) as refused:
         call()
-    text = str(refused.value)
-    assert "\n" not in text and re.search(words, text), text
-    if isinstance(refused.value, NarrowgaugeError):
-        assert refused.value.advice or "must be" in text, text
+    error = refused.value
+    assert "\n" not in str(error) and re.search(message, error.message), error
+    assert re.search(advice, error.advice) and (advice or "must be" in message), error
+    assert not [*tmp_path.iterdir()]
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
