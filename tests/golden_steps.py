@@ -13,7 +13,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ INFINITE = 7
 the step is skipped.
 """
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-MATRIX_OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 4, "update_proj_gap": 5}}
+MATRIX_OPTIONS = {"galore": {"rank": 4, "update_proj_gap": 5}}
 
 
 def hashed(shape: tuple[int, ...], key: int) -> Tensor:

@@ -28,7 +28,7 @@ from torch import nn
 import narrowgauge
 from narrowgauge.errors import DataError
 
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
+ARGUMENTS = {
     "disk_errors": (Path("a"),),
     "explained": ("nowhere",),
     "random_numbers": (0, 1, 2),

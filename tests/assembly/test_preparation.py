@@ -155,7 +155,7 @@ def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
     assert list(ng.prepare(net(), recipe)[0].state_dict()) == list(net().state_dict())
 
 
-VERBS: dict[str, Any] = {
+VERBS = {
     "swap_linears": lambda model: ng.swap_linears(model, "float8-row"),
     "quantize_for_inference": ng.quantize_for_inference,
     "scalify": scalify,

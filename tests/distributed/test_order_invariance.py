@@ -39,7 +39,7 @@ def attended(x: Tensor, probability: float) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=probability)
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+DRAWS = {
     "dropout in attention": lambda x: attended(x, 0.5),
     "a layer left out at random": lambda x: x if torch.rand(()) < 2 else 2 * x,
 }
@@ -81,7 +81,7 @@ def seeded(x: Tensor) -> Tensor:
         return F.dropout(x, 0.5)
 
 
-HEALTHY: dict[str, Callable[[Tensor], Tensor]] = {
+HEALTHY = {
     "dropout of 0": lambda x: attended(F.dropout(x, 0.0), 0.0),
     "a generator of its own": lambda x: x
     * torch.rand(8, generator=torch.Generator().manual_seed(3)),

@@ -46,6 +46,8 @@ RECIPES_OF = {
     "resumed_on_three": RECIPES,
 }
 """The recipes of each way."""
+Fingerprints = dict[tuple[str, str], dict[str, str]]
+"""Of a rank, by way and recipe."""
 BY_CALLER = ("bfloat16/word", "float8-row/word")
 
 
@@ -139,7 +141,7 @@ def resumed_on_three(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
     return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), mesh))
 
 
-def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+def on_a_rank(rank: int, folder: Path) -> Fingerprints:
     """Train on one of the ranks; return the fingerprints of each way and recipe that it took part
     in.
     """

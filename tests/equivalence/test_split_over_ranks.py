@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ WAYS = {
 split columns; and to begin.
 """
 STACKS = {"lone": (1, 8), "deep": (3, 4, 2), "one": (1, 3, 5), "kernel": (3, 2, 2, 2)}
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "compile": False, "audit_every": 2}
+OPTIONS = {"lr": 1e-2, "compile": False, "audit_every": 2}
 LOW_RANK = {"rank": 2, "update_proj_gap": 2}
 
 
@@ -263,7 +263,7 @@ def stored_at_the_start(storage: str, mesh: Any = None) -> dict[str, str]:
     return digests(results)
 
 
-STORED: dict[str, Callable[..., dict[str, str]]] = {
+STORED = {
     "columns": stored_by_columns,
     "start": stored_at_the_start,
 }

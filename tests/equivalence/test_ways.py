@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from equivalence import ranks, ways
+from equivalence.ranks import Fingerprints
 from equivalence.ways import ALONE, MORE, RECIPES
 from ranks import run_ranks
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
+def results(folder: Path) -> list[Fingerprints]:
     """Return the fingerprints of each rank; all ways and recipes run in one start of the ranks."""
     return run_ranks(ranks.on_a_rank, ranks.NUM_RANKS, folder / "ranks", folder)
 
@@ -50,7 +51,7 @@ def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
     ("way", "recipe"),
     [(way, recipe) for way, recipes in ranks.RECIPES_OF.items() for recipe in recipes],
 )
-def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]) -> None:
+def test_ranks(way: str, recipe: str, results: list[Fingerprints]) -> None:
     on_each_rank = []
     for result in results:
         if (way, recipe) in result:
@@ -59,9 +60,7 @@ def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[s
 
 
 @pytest.mark.parametrize("recipe", ranks.BY_CALLER)
-def test_shards_of_the_caller(
-    recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]
-) -> None:
+def test_shards_of_the_caller(recipe: str, results: list[Fingerprints]) -> None:
     for result in results[:2]:
         assert result["by_caller", recipe] == ranks.by_caller(recipe)
 

@@ -5,7 +5,6 @@ the optimizer must repeat.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ import narrowgauge as ng
 STEPS = 6
 VOCABULARY = 64
 LR = 1e-2
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip

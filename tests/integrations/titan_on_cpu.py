@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CPU: dict[str, Any] = {
+_CPU = {
     "device_count": lambda: 4, "current_device": lambda: 0, "get_device_name": lambda device=None: "cpu",
     "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1 << 30),
     "memory_stats": lambda device=None: {}, "empty_cache": lambda: None, "reset_peak_memory_stats": lambda: None,
@@ -25,7 +25,7 @@ _CPU: dict[str, Any] = {
 """What torchtitan reads of a device, beyond what ``torch.cpu`` has."""
 
 
-_tools: Any = importlib.import_module("torchtitan.tools.utils")
+_tools = importlib.import_module("torchtitan.tools.utils")
 _tools.device_type, _tools.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **_CPU})
 
 from torchtitan import trainer as torchtitan_trainer  # noqa: E402
@@ -37,7 +37,7 @@ if not hasattr(torch.distributed, "set_timeout"):
 
 VOCABULARY = 256
 STEPS = 4
-_SMALLER: dict[int, int] = {2048: VOCABULARY, 768: 192, 256: 64, 131072: 64}
+_SMALLER = {2048: VOCABULARY, 768: 192, 256: 64, 131072: 64}
 _FEWER = {"n_heads": 4, "n_kv_heads": 4}
 
 

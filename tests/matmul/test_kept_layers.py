@@ -4,7 +4,6 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -156,7 +155,7 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=sorted(names)[:3], r=2))
 
 
-STEPS: dict[str, Callable[[Any], Any]] = {
+STEPS = {
     "swap": lambda model: swap_linears(model, "float8-row").model,
     "swap again": lambda model: swap_linears(model, "nvfp4").model,
     "quantize": lambda model: quantize_for_inference(model, "int8-row"),

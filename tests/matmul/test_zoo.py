@@ -5,7 +5,6 @@ their layers, against products of what the casts say.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def routers(path: str, count: int) -> list[str]:
     return [path.format(index) for index in range(count)]
 
 
-LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
+LAYOUTS = {
     "nanoGPT, tied": (lambda: zoo.nano_gpt(True), ("transformer.h", [], {})),
     "in checkpoint wrappers": (
         lambda: zoo.titan(checkpoint_wrapper),

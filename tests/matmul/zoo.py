@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 transformers.logging.set_verbosity_error()
 TABLE = tomllib.loads(Path(__file__).with_name("zoo.toml").read_text())
-MODELS: dict[str, dict[str, Any]] = TABLE["models"]
+MODELS = TABLE["models"]
 UNRUN = (
     "CLIP", "Siglip", "Idefics3", "RecGemma", "Kosmos2", "Idefics", "Whisper turbo", "Blip2", "Musicgen decoder",
     "Qwen2 classifier", "RWKV",

@@ -104,7 +104,7 @@ def test_what_no_record_says_explains_nothing() -> None:
     assert not FirstDifference(*uncounted).is_rounding
 
 
-BAD: dict[str, Any] = {
+BAD = {
     "loss": math.nan, "val_loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "limit": math.nan, "arrived": 0.0,
     "largest": math.inf, "edq": 0.2, "utilization": 0.2, "skipped": True, "kept": True, "same_data": True, "stored": {"a": 0.2},
     "apart": ["a"], "unsummed": ["a"], "loss_scale": (2.0, 1024.0), "tokens_per_second": (1000.0, 10.0),
@@ -126,7 +126,7 @@ def test_a_column_alone_makes_its_law_speak(name: str) -> None:
     assert not diagnosis.ok, diagnosis
 
 
-CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+CONTRADICTIONS = [
     ({"limit": 1.0, "grad_norm": 6.0, "arrived": 0.38}, "clip-norm"),
     ({"limit": 1.0, "grad_norm": 6.0, "arrived": 1.0}, ""),
     ({"limit": 1.0, "grad_norm": 0.38, "arrived": 0.38}, ""),

@@ -76,7 +76,7 @@ def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> Non
 
 
 # A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2, and its verdict.
-VERDICTS: list[tuple[list[Run], str]] = [
+VERDICTS = [
     (word(4.01, 4.09, 4.2), "within the noise"),
     # +0.0005 on 4.1 is an eighth of a thousandth: certain, and too small to matter.
     (word(4.0005, 4.1005, 4.2005), "within the noise"),

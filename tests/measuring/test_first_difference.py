@@ -17,7 +17,7 @@ from narrowgauge.measuring.diagnose.first_difference import FirstDifference
 from narrowgauge.measuring.reading import STAGES
 from narrowgauge.runs.record import Run
 
-SETTINGS: dict[str, Any] = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3, "batch_size": 4}
+SETTINGS = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3, "batch_size": 4}
 NUMEL = 1 << 20
 TENSORS = (
     "tokens:batch", "output:layers.0", "output:layers.1", "grad:layers.1", "grad:layers.0", "weight:layers.0", "weight:layers.1",
@@ -67,7 +67,7 @@ def pair(changed: Any = None, **tables: Any) -> FirstDifference:
     )
 
 
-CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
+CASES = {
     "another recipe": (
         {"changed": {(1, "output:layers.0"): 1.01}, "config": {"recipe": "float8-row/word"}}, (1, "forward", "output:layers.0"),
         "recipe bfloat16/word and float8-row/word.",
@@ -133,7 +133,7 @@ def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -
 
 
 WIDE = {"recipe": "float32/float32"}
-REACH: list[tuple[dict[str, Any], Any, float, float]] = [
+REACH = [
     # 32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4; at least 2^-20.
     ({}, (2, "grad:layers.1"), 1.00012, 1.00013),
     ({"config": WIDE}, (2, "exp_avg:layers.1"), 1 + 9e-7, 1 + 1.1e-6),

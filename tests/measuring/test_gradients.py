@@ -141,7 +141,7 @@ def ddp() -> nn.Module:
     return DistributedDataParallel(Model())
 
 
-RANKS: dict[str, tuple[Any, bool, Any, Any, list[tuple[str, str]], str]] = {
+RANKS = {
     "summed by hand": (Model, True, loss, by_all_tokens(), [], ""),
     "tokens of this rank": (Model, True, loss, of_this_rank, [("gradient", "norm.weight and 5 others")], "not a multiple"),
     "partial sums": (Model, True, loss, by_all_tokens("norm"), [("ranks-apart", "norm.weight and 1 other")], ""),

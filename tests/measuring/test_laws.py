@@ -39,7 +39,7 @@ def told(steps: Iterable[StepMetrics], laws: Laws | None = None) -> list[Reading
 
 SCALED = {"loss_scale": 65536.0}
 SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
-CASES: dict[str, tuple[list[StepMetrics], str, int]] = {
+CASES = {
     "stored-share": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),

@@ -21,13 +21,13 @@ from narrowgauge.measuring.watch.hooks import RunNotice
 from tables import exhaustive
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
-LIBRARIES: dict[str, tuple[str, ...]] = {
+LIBRARIES = {
     "torch.optim": (), "optimi": (), "torchao.optim": (),
     "bitsandbytes.optim": ("AdamW", "AdamW8bit", "Lion8bit", "AdEMAMix8bit"),
     "heavyball": ("AdamW", "SOAP", "Muon", "SFAdamW"),
 }  # fmt: skip
 """Modules, and the classes that stand for all others, which share their code."""
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "Adafactor": {"lr": 1e-2}, "SGD": {"lr": 0.05}, "Rprop": {"lr": 1e-3}, "ASGD": {"lr": 1e-3},
     "Muon": {"lr": 1e-2}, "LBFGS": {"lr": 0.1},
 }  # fmt: skip
@@ -68,7 +68,7 @@ def classes_of(library: str) -> dict[str, Callable[..., Any]]:
 
 
 FLOAT32 = torch.float32
-CASES: dict[str, tuple[Callable[..., Any], torch.dtype]] = {}
+CASES = {}
 for library in LIBRARIES:
     CASES |= {name: (make, FLOAT32) for name, make in classes_of(library).items()}
 for name, option in (

@@ -179,7 +179,7 @@ def of_seed(state_of: Callable[[int], Any]) -> Any:
     return ng.check_resume(lambda: saved, lambda: None, lambda _: (fresh, lambda: fresh))
 
 
-STATES: dict[str, Callable[[int], Any]] = {
+STATES = {
     "a long list": lambda seed: [*range(100), seed],
     "a long list of dicts": lambda seed: [{"lr": seed}] * 20,
     "a number of NumPy": np.int64,

@@ -51,7 +51,7 @@ def model_of(dtype: torch.dtype = FLOAT32, **options: Any) -> Any:
 
 
 LAYER = "model.layers.1"
-EDITS: dict[str, tuple[str, str, Any, str, str]] = {
+EDITS = {
     "eps": (f"{LAYER}.input_layernorm", "variance_epsilon", 1e5, "other-outputs", f"{LAYER}.input_layernorm"),
     "rotary": ("model.rotary_emb", "inv_freq", BFLOAT16, "other-weights", "model.rotary_emb.inv_freq"),
     "scale": (f"{LAYER}.self_attn", "scaling", 1.5, "other-outputs", f"{LAYER}.self_attn.o_proj, input"),
@@ -201,7 +201,7 @@ def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> Non
 
 ONES = torch.ones(4)
 MATRIX = gaussian(4, 4, seed=0)
-STATES: dict[str, tuple[Tensor | None, dict[str, tuple[str, float]], str]] = {
+STATES = {
     "equal": (MATRIX, {}, "weights: 0.00% of 20 values differ; 2 of 2 tensors are equal"),
     "a factor": (3 * MATRIX, {"other-weights": ("proj", 1)}, "proj         16      16       2       3"),
     "narrower": (MATRIX.bfloat16(), {}, "1 tensor: float32 → bfloat16"),
@@ -242,7 +242,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
 WEIGHT = gaussian(64, 64, seed=3)
 LARGEST = WEIGHT.abs()
 F8 = torch.float8_e4m3fn
-SCALES: dict[str, tuple[torch.dtype, str, Tensor]] = {
+SCALES = {
     "one": (F8, "w_scale", LARGEST.amax().view(1) / 448),
     "rows": (torch.int8, "w_scale", LARGEST.amax(1) / 127),
     "blocks": (F8, "w_scale_inv", LARGEST.view(2, 32, 2, 32).amax((1, 3)) / 448),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def of_format(dtype: torch.dtype) -> Readings:
     return adamw(nn.ParameterList([nn.Parameter(torch.ones(8, 8).to(dtype))]))
 
 
-CLEAN: dict[str, Callable[[], Readings]] = {
+CLEAN = {
     "flat partitions": flat,
     "meta": on_meta,
     "complex": lambda: of_format(torch.complex64),

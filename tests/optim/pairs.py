@@ -25,7 +25,7 @@ from script_modules import script_module
 from tensors import assert_same_bits, parameters_of
 
 Shape = tuple[int, ...]
-SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
+SHAPES = [(12, 10), (7, 9), (5,)]
 
 
 OWN = script_module("examples/own_rule.py")

@@ -168,7 +168,7 @@ def watched(params: Any, **options: Any) -> tuple[ng.Optimizer, list[Alarm]]:
     return optimizer, alarms
 
 
-FOLLOWED: dict[str, Any] = {
+FOLLOWED = {
     "float16/naive": ("float16/naive", 1e-4, 1e-3, True, "float16/split", 40),
     "word below its window": ("word", 1e-13, 1e-3, True, "master", 40),
     "word above its window": ("word", 1e8, 1e-3, True, "master", 40),
@@ -216,7 +216,7 @@ def test_a_fault_in_one_tensor_is_told_within_100_steps_and_nothing_else(name: s
 
 
 POWERS = 10.0 ** torch.arange(-10, 11).float()
-MIXED: dict[str, list[Tensor]] = {
+MIXED = {
     "elements": [POWERS[torch.arange(64 * 64) % 21].view(64, 64)],
     "rows": [POWERS[torch.arange(64) % 21][:, None].expand(64, 64)],
     "tensors": [power.expand(64, 64) for power in POWERS],

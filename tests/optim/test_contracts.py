@@ -9,8 +9,6 @@ on one optimizer: building and warming up two hundred pairs is what costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from optim.pairs import (
     EVERY,
     RULES,
     SOME,
-    Shape,
     build,
     everything,
     kernel_of,
@@ -40,7 +37,7 @@ from tensors import (
     take_steps,
 )
 
-TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+TORCHS = {
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.9)}),
     "adam": (torch.optim.Adam, {"weight_decay": 0.1, "eps": 1e-3}),
     "sgd": (torch.optim.SGD, {"weight_decay": 0.1, "dampening": 0.3}),
@@ -118,7 +115,7 @@ def test_a_nan_reaches_the_weight_unless_a_guard_skips_the_step(storage: str) ->
     assert [int((~p.isfinite()).sum()) for p in params] == [1, 0, 0]
 
 
-ODD: list[Shape] = [(), (0,), (0, 4), (1, 1), (3, 5, 2), (7, 9), (4, 3, 2, 2)]
+ODD = [(), (0,), (0, 4), (1, 1), (3, 5, 2), (7, 9), (4, 3, 2, 2)]
 
 
 def strided(values: Tensor) -> Tensor:

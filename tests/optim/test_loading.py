@@ -15,7 +15,7 @@ from tensors import parameters_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GOOD = {"step": 3, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
-REFUSED: list[tuple[dict[Any, Any], type[Exception], str]] = [
+REFUSED = [
     ({0: {**GOOD, "max_exp_avg_sq": torch.zeros(4)}}, DataError, ", max_exp_avg_sq, step"),
     # As fused optimizers keep it, whose moments may be divided by the bias correction.
     ({0: {name: GOOD[name] for name in MOMENTS}}, DataError, "of exp_avg, exp_avg_sq[.]"),

@@ -18,7 +18,7 @@ from optim.pairs import Shape, build, everything, narrow, parameters, refused
 from optim.scenarios import REPRESENTATIVES
 from tensors import assert_same_bits, parameters_of, take_steps
 
-SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
+SHAPES = [(80, 64), (12, 10), (6,)]
 """A matrix that is stepped alone, and two small ones."""
 STORED = pytest.mark.parametrize(
     "storage", [s for s in REPRESENTATIVES if STORAGES[s].arithmetic == "float32"]

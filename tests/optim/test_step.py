@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -264,7 +264,7 @@ ODD = Rule(
 )
 # Under 2^-24 the nearest float16 may be half an ulp of an odd weight. No proof draws that.
 HALF_AN_ULP = torch.full((80, 80), 2.0**-13 * (1 + 2.0**-10)).half()
-BESIDE: dict[str, tuple[str, list[Tensor], Callable[..., ng.Optimizer]]] = {
+BESIDE = {
     "a rule of the user's own": (
         "torch.compile",
         [gaussian(4, 6).bfloat16(), gaussian(30).bfloat16()],

@@ -21,7 +21,7 @@ from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
 
 ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "seed": 9}
-LATER: dict[str, dict[str, Any]] = {
+LATER = {
     "adamw": ADAM,
     "adam": ADAM,
     "sgd": {"lr": 0.07, "momentum": 0.3, "dampening": 0.4, "weight_decay": 0.4, "nesterov": True},
@@ -89,7 +89,7 @@ def test_what_torch_has_besides_is_ignored_or_refused_in_one_line(make: Any) -> 
         make([narrow(4, 6)], compile="yes")
 
 
-WRONG: dict[str, Any] = {
+WRONG = {
     "lr": math.nan, "seed": 0.5, "storage": "exakt", "low_bits": "one", "rule": "signs", "maximize": True,
 }  # fmt: skip
 OF_OURS = {
@@ -190,7 +190,7 @@ class Holder(Tensor):
 
 ones = torch.ones(2, 3)
 MUON = "no matrix.*'rule': 'adamw'"
-REFUSED: list[tuple[str, Callable[[], Any]]] = [
+REFUSED = [
     ("two numbers", made(betas=(0.9,))),
     ("one finite number", made(lr="1")),
     ("one integer", made(audit_every=1.5)),

@@ -4,8 +4,6 @@ has: every storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ def pruned(weight: Tensor) -> Tensor:
     return weight * (torch.arange(weight.numel()).view(weight.shape) % 2)
 
 
-WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
+WRITERS = {
     "pruned": pruned,
     "negated": lambda weight: -weight,
     "shrunk": lambda weight: weight * 1e-3,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ LAYOUTS = (
     "shard=8,tensor=2,expert=16,micro_batches=4",
 )  # fmt: skip
 LOOPS = (*PROGRAMS, "offload=true", "release=true")
-TUNED: tuple[dict[str, Any], ...] = (
+TUNED = (
     {},
     {},
     {"lora": 16, "base": "nf4"},

@@ -20,7 +20,7 @@ from narrowgauge.spec.models import MODELS
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
          "intermediate_size": 160, "vocab_size": 500, "pad_token_id": 0, "tie_word_embeddings": False}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "gpt2": {"n_layer": 3, "n_embd": 96, "n_head": 6, "n_positions": 70},
     "qwen3": {"head_dim": 48},
@@ -78,7 +78,7 @@ def test_operations_are_those_that_pytorch_counts(family: str) -> None:
     assert counter.get_total_flops() / 128 == pytest.approx(operations, rel=1e-3)
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS = {
     "llama-8b": {"model_type": "llama", "num_key_value_heads": 8, "intermediate_size": 14_336, "vocab_size": 128_256},
     "gpt3-175b": {"model_type": "gpt2", "n_layer": 96, "n_embd": 12_288, "n_head": 96, "n_positions": 2048, "vocab_size": 51_200},
 }  # fmt: skip
@@ -135,7 +135,7 @@ def test_causal_attention_is_half_and_windows_are_counted() -> None:
     assert gemma.attention_flops(64) == pytest.approx(per_key * 2 * (near.mean_keys(64) + 32))
 
 
-HYBRIDS: dict[str, dict[str, Any]] = {
+HYBRIDS = {
     "qwen3_next": {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                    "shared_expert_intermediate_size": 48},
     "jamba": {"num_experts": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 8},

@@ -123,8 +123,8 @@ def test_the_first_answer_of_a_chip(chip: str, first: str) -> None:
 
 WORD, STATES8 = "bfloat16/word", "bfloat16/states8"
 GALORE = {"model": "llama-7b", "chip": "RTX-4090", "optimizer": "galore", "sequence_length": 512}
-NODE: dict[str, Any] = {"model": "llama-33b", "chip": "A100-SXM4-40GB", "chips": 8}
-FITS: tuple[tuple[dict[str, Any], bool], ...] = (
+NODE = {"model": "llama-33b", "chip": "A100-SXM4-40GB", "chips": 8}
+FITS = (
     # GaLore's 8-bit states and updates by layer train all of a 7B on a card of 24 GB (arXiv 2403.03507).
     ({**GALORE, "optimizer": "adamw", "recipes": WORD}, False),
     ({**GALORE, "recipes": STATES8}, False),
@@ -188,7 +188,7 @@ def test_a_chip_without_a_format_is_named() -> None:
 
 # ── the next run ──────────────────────────────────────────────────────────────────────────────────
 
-TITAN: dict[str, Any] = {
+TITAN = {
     "model": "llama-8b", "chip": "H100-SXM", "chips": 8, "sequence_length": 8192, "recipes": "bfloat16/float32",
     "program": "torchtitan-2024", "layout": "tensor=1,pipeline=1,context=1,micro_batch=2,micro_batches=1,recompute=selective",
     "tokens_per_second": 53_336, "peak_gb": 82.7,

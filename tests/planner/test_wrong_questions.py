@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import read_program
 
-WRONG: dict[str, tuple[Any, ...]] = {
+WRONG = {
     "model": ("./nowhere", "nowhere/there", "a--b/c", "..", "", 5),
     "tokens": (math.nan, 0.5, math.inf, "1e9"),
     "lora": (-1, 1.5, math.nan, "16", 99_999_999),

@@ -103,7 +103,7 @@ def test_a_long_line_is_drawn_by_means_and_keeps_its_last_step() -> None:
     assert thin.values == pytest.approx([2.5] * 500)
 
 
-ODD: dict[str, dict[str, Any]] = {
+ODD = {
     "one step": {"steps": 1}, "no step": {"steps": 0, "is_finished": False}, "constant": {"loss": lambda step: 2.0},
     "a text for a number": {"lr": "fast", "grad_norm": None},
     "nothing": {"lr": 0.0, "grad_norm": 0.0, "edq": 0.0, "tokens_per_second": 0.0},

@@ -29,7 +29,7 @@ TITAN = (
     "[rank0]:[titan] - INFO - \x1b[33mvalidate step: 10  \x1b[32mloss:  7.2500  memory: 34.8GiB(36.19%)  tps: 15,615\n"
 )
 HISTORY = "_step,_runtime,train/loss,train/global_step,eval/loss\n0,1.5,3.5,10,\n1,2.5,3.25,20,\n2,3.0,,20,3.0\n"
-READ: dict[str, tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
+READ = {
     "metrics.csv": (LIGHTNING, [(10, 2.5), (20, 2.25)], [(20, 2.5)]),
     "of-monday.json": (history({"loss": 2.0, "step": 1, "epoch": 0.5}), [(1, 2.0)], []),
     "titan.log": (TITAN, [(10, 7.5)], [(10, 7.25)]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def log_at(folder: Path) -> Path:
     return folder
 
 
-HOLD: dict[str, Callable[[Path], Path]] = {
+HOLD = {
     "a file": file_at, "a run": run_at,
     "tokens": tokens_at, "pages of another program": pages_at, "runs and a file": runs_at, "a log": log_at,
 }  # fmt: skip

@@ -6,7 +6,6 @@ Every text is the same on all machines: chips are named, and runs are made up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def spiked_run() -> Run:
     return run
 
 
-TEXTS: dict[str, Callable[[], str]] = {
+TEXTS = {
     **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},  # type: ignore[misc]
     "compare": lambda: verdict(compared()),
     "diagnose-spike": lambda: f"{ng.diagnose(spiked_run())}\n",

@@ -11,9 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -158,7 +156,7 @@ def called(weights: torch.dtype, inputs: torch.dtype) -> None:
 B16, F16 = torch.bfloat16, torch.float16
 
 
-CALLS: dict[str, tuple[Callable[[], Any], type[NarrowgaugeError], str]] = {
+CALLS = {
     # recipes by name
     "bf16": (lambda: parse("bf16"), RecipeError, "'bf16' as a recipe\n'bfloat16/word'"),
     "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "named 'reproducibl'\nmean 'reproducible'"),

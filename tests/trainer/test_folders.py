@@ -106,7 +106,7 @@ def every_checkpoint_damaged(folder: Path) -> None:
 FINISHED = (0, "finished: 4 steps")
 GONE = (2, "its checkpoints are gone")
 NEWER = (2, "has record schema 3; this version reads 2. Read it with the version that wrote it.")
-STATES: dict[str, tuple[str, Callable[[Path], object], tuple[int, str]]] = {
+STATES = {
     "finished": ("finished", Path.exists, FINISHED),
     "finished, pruned": ("finished", prune, FINISHED),
     "finished, its newest checkpoint pruned": ("finished", prune_newest, FINISHED),

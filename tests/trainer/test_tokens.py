@@ -90,7 +90,7 @@ def array_of(values: Any) -> Callable[[Path], object]:
     return lambda file: np.save(file, values)
 
 
-NOT_TOKENS: dict[str, Callable[[Path], object]] = {
+NOT_TOKENS = {
     "no file": Path.exists,
     "an empty file": file_of(b""),
     "half a header": file_of(b"\x93NUMPY\x01\x00v"),

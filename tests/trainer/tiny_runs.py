@@ -111,7 +111,7 @@ def assert_same_run(first: Run, second: Run) -> None:
     assert lasting(first.summary) == lasting(second.summary)
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2},
     "naive": {"recipe": "bfloat16/naive"},
     "autocast": {"recipe": "bfloat16/float32", "warmup_steps": 3},

@@ -26,7 +26,7 @@ EVERY = pytest.mark.parametrize("rule", ["muon", "galore"])
 SHAPES = [(6, 10), (7, 1), (4, 3, 5)]
 # What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned
 # often.
-SMALL: dict[str, dict[str, Any]] = {
+SMALL = {
     "muon": {"adjust_lr_fn": "match_rms_adamw"},
     "galore": {"rank": 4, "update_proj_gap": 5, "scale": 1.0},
 }
