@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.validation import HOW, NEVER, device_of_step
+from narrowgauge.optim.validation import device_of_step
 from optim.pairs import PAIRS, RULES, build, everything, narrow, parameters, refused
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -74,11 +74,11 @@ def test_options_that_need_other_states_are_refused(
 
 @pytest.mark.parametrize("make", [ng.AdamW, ng.Lion, ng.SGD])
 def test_what_torch_has_besides_is_ignored_or_refused_in_one_line(make: Any) -> None:
-    """As an argument, in a group, and in a loaded state."""
-    for name in HOW:
+    """As an argument and in a group."""
+    for name in ("fused", "foreach", "capturable", "differentiable"):
         make([narrow(4, 6)], **{name: True})
         make([{"params": [narrow(4, 6)], name: True}])
-    for name in NEVER:
+    for name in ("maximize", "amsgrad"):
         make([narrow(4, 6)], **{name: False})
         for group in ({name: True}, {}):
             with pytest.raises(ng.errors.RecipeError, match=f"Cannot obey {name} = True"):
