@@ -4,8 +4,6 @@ Everything here is set through the environment, before PyTorch is imported anywh
 processes which tests start (trainings, ranks) stand on the same ground.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ expect of a row. So a new row and its entry here are all that an addition takes 
 row without an entry fails, and so does an entry without a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -5,8 +5,6 @@ multiply values whose sums are exact in float32, so these bits do not depend on 
 section is kept for each kind of processor: matrix rules, which multiply real numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

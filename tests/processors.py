@@ -1,7 +1,5 @@
 """Which processor this is, and a processor of other instruction sets."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -2,8 +2,6 @@
 has imported PyTorch and the package.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import multiprocessing

@@ -1,7 +1,5 @@
 """Scripts of folders that are no packages, as modules."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

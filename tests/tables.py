@@ -1,7 +1,5 @@
 """A table as a loop inside one test, where each row is fast."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence

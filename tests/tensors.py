@@ -1,7 +1,5 @@
 """Tensors that tests draw, and comparisons of tensors: one definition of each."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Compiled code is used only where it does what its function does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

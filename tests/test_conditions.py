@@ -1,7 +1,5 @@
 """What a run writes beside its figure is what the pages compare with today."""
 
-from __future__ import annotations
-
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError

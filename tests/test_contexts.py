@@ -4,8 +4,6 @@ before, whether its block ended or raised.
 Every context manager of the package is found by itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

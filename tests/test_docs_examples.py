@@ -2,8 +2,6 @@
 print what the page says.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

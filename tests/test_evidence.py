@@ -1,7 +1,5 @@
 """The figures of the pages are those of the evidence, which says how each was measured."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples run as they stand, and end in what they promise."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -6,8 +6,6 @@ the training depends on the processor. The model is small and nothing is compile
 --update-golden`` records the losses again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

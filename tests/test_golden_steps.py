@@ -3,8 +3,6 @@
 ``./dev test --update-golden`` records them again. ``golden_steps.py`` says what is computed.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``benchmarks/gpu.py``: without a GPU it ends with status 2; on a CPU its rehearsal runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

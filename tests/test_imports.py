@@ -2,8 +2,6 @@
 line need no PyTorch: held over the syntax trees, and in fact.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -3,8 +3,6 @@
 ``docs/distributed.md`` prints what differs. ``./dev test --update-golden`` adds this machine.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

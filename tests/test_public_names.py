@@ -1,7 +1,5 @@
 """Every public name has one import path and a docstring."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import subprocess

@@ -2,8 +2,6 @@
 errors.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any

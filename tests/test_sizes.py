@@ -2,8 +2,6 @@
 call.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

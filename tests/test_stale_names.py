@@ -1,7 +1,5 @@
 """A name in double backticks exists: prose does not outlive the code that it speaks of."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

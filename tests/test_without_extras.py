@@ -2,8 +2,6 @@
 for in one line.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

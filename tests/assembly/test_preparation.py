@@ -2,8 +2,6 @@
 where it cannot be.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: what it passes on, and what it prints."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

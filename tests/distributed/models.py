@@ -2,8 +2,6 @@
 of a real one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

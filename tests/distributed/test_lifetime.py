@@ -1,7 +1,5 @@
 """A reduction ends with its model."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

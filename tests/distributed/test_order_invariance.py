@@ -2,8 +2,6 @@
 happens, and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands on the ranks of torchrun: as real processes, and what is refused before they start."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

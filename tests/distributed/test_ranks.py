@@ -1,7 +1,5 @@
 """How ranks ask each other: what one learns or fails at, all do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

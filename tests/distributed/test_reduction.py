@@ -1,7 +1,5 @@
 """Gradients summed exactly across ranks: FSDP2 with replicas and without, replicated, one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ refused.
 Every rank has the same data, so that an average over ranks is exact.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

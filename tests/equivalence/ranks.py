@@ -5,8 +5,6 @@ all states on the host; then all four shard and replicate it (HSDP), and three o
 the first two had saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

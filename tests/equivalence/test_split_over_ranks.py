@@ -7,8 +7,6 @@ have: here that of every second element. Four ranks split ten rows unevenly, and
 last rank has none.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Gradients are given: what a forward pass would do with them is another question.
 holds weights, gradients and states, and nothing else.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

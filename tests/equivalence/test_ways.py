@@ -5,8 +5,6 @@ One table of ways by recipes. What must not change a training (a checkpoint, a c
 another number of ranks) is a function in ``ways.py`` or ``ranks.py``.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -4,8 +4,6 @@ A *way* takes the name of a recipe, trains, and returns a :func:`fingerprint`. T
 one process; those on several ranks are in ``ranks.py``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 import warnings

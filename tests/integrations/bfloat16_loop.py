@@ -2,8 +2,6 @@
 the optimizer must repeat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -2,8 +2,6 @@
 the storage that was asked for, and go on from a checkpoint with equal bits.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 callback's record.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

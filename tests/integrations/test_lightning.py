@@ -2,8 +2,6 @@
 and the record.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

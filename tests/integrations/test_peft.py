@@ -1,7 +1,5 @@
 """Adapters of PEFT in our storages, over a base that is quantized or not."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Served models are saved and loaded by transformers' own two calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 one rank, and on four ranks of gloo those of a resume.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

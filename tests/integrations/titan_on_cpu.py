@@ -5,8 +5,6 @@ torchtitan runs on accelerators: it asks its device for memory counters, and cal
 here with gloo, none of them part of a step. Import this module before anything of torchtitan.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Libraries of C++: found again where they lie, whatever compiler is here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

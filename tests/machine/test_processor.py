@@ -1,7 +1,5 @@
 """Which formats a processor multiplies, from its instruction sets: the same as PyTorch goes by."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

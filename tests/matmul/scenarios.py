@@ -2,8 +2,6 @@
 specifies, cast one by one.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 what their layers would.
 """
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Against float64: ``test_linear``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Inference from codes: the training layer's own output, in a byte a parameter, saved and loaded."""
 
-from __future__ import annotations
-
 import operator
 import warnings
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 stored.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

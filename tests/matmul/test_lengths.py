@@ -1,7 +1,5 @@
 """A layer serves every sequence length: one graph when compiled, one program when exported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 does around it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress

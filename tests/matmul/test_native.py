@@ -6,8 +6,6 @@ PyTorch's own checks, and compute in float64 what the kernel is defined to do wi
 bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 is resumed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 their layers, against products of what the casts say.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of transformers, from ``zoo.toml``, and layouts of other code bases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

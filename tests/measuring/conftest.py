@@ -1,7 +1,5 @@
 """An error of ours in a watched loop ends the watch, and not the loop: tests raise it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

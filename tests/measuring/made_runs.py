@@ -1,7 +1,5 @@
 """Runs made up for the comparison's tests: a few steps and a loss, without a disk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

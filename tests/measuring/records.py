@@ -2,8 +2,6 @@
 write.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The measured arithmetic of this machine: it tells settings apart, and a run records it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

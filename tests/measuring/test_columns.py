@@ -1,7 +1,5 @@
 """The one table of columns: what laws declare is what they read, and no sentence claims more."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from pathlib import Path

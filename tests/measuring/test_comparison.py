@@ -1,7 +1,5 @@
 """The rows of a comparison, its baseline, its verdicts, and the cheapest recipe."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -2,8 +2,6 @@
 damaged ones.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Small steps whose shadow is known: what it follows, what it names, and what it leaves as it was."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -2,8 +2,6 @@
 settings that must be told.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

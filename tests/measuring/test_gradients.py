@@ -1,7 +1,5 @@
 """The check of a gradient leaves no trace, and follows sums over ranks."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

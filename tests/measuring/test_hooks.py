@@ -1,7 +1,5 @@
 """The hub of a loop: every listener hears every event once, and an error ends its listener alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import ExitStack

@@ -2,8 +2,6 @@
 not before. Healthy steps are silent. A count speaks at every share.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A loop of one's own records hashes of its tensors, with the same bits as without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

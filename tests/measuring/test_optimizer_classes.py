@@ -2,8 +2,6 @@
 class of the libraries that are installed, and for ours in each storage.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The stored shares of an update are predicted before the run, as the audit measures them in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

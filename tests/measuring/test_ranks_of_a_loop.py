@@ -1,7 +1,5 @@
 """Four ranks with a loop of their own: a fault on one of them is located, and parts are no replicas."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recorded loop has a row a step, can be resumed, and refuses what no record can hold."""
 
-from __future__ import annotations
-
 import math
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A resume is the same run, or says which state is not restored."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

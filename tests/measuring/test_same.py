@@ -2,8 +2,6 @@
 are silent.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

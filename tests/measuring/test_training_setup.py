@@ -1,7 +1,5 @@
 """Set-ups of other formats and libraries are read without a reading; what is none is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 rows of the corpus.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

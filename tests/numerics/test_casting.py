@@ -2,8 +2,6 @@
 fractions.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

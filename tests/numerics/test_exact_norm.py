@@ -1,7 +1,5 @@
 """Sums that ignore order: the laws, against fractions and Python integers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from random import Random

@@ -1,7 +1,5 @@
 """Elementwise sums in any order, against fractions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

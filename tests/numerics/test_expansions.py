@@ -1,7 +1,5 @@
 """Expansions: sums and products against exact rationals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

@@ -2,8 +2,6 @@
 ``golden/steps.toml``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from narrowgauge.numerics.float32_matmul import is_widened

@@ -1,7 +1,5 @@
 """Hashes: equal for equal bits however they lie in memory, and different after any flipped bit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

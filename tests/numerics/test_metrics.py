@@ -2,8 +2,6 @@
 float64 written out.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

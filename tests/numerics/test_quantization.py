@@ -4,8 +4,6 @@ that rounding promises.
 The casts are taken from the table of computes, so that a new row is tested by itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Cuts and hashed bits, against division with remainder and Python's integers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ A call copies the memory that its table names into a file, which ``run.cpp`` map
 copies it back. So the proof at first use asks an ARM kernel for the bits of the definition.
 """
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from ctypes import memmove, string_at

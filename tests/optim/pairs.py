@@ -7,8 +7,6 @@ All of it is eager, on small shapes. A contract names the pairs that it is asked
   has any part in alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 storages stand for which.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

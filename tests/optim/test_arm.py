@@ -3,8 +3,6 @@
 This processor runs the definition: nothing is asked of PyTorch's own ARM code.
 """
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

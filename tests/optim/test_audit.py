@@ -1,7 +1,5 @@
 """Readings with known answers, and alarms that name every stall and nothing else."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

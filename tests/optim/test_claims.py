@@ -1,7 +1,5 @@
 """The public checks of the optimizer: what each storage loses, and what it must not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

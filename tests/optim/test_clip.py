@@ -1,7 +1,5 @@
 """What a step does with its gradients' norm: clip, and skip."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -6,8 +6,6 @@ and step_gradients, bytes. What a contract asks is in few tests, each of which c
 on one optimizer: building and warming up two hundred pairs is what costs.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

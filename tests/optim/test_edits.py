@@ -4,8 +4,6 @@ A step keeps the checks of the last one (:mod:`narrowgauge.optim.roster`). Besid
 optimizer that forgets them before each step. Both have the same outcome: bits, refusals, audits.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A long vector is a flat part of a model, as DeepSpeed's ZeRO makes, and neither gain nor bias."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Storages of float64: what users read, write and load."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

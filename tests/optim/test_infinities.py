@@ -1,7 +1,5 @@
 """Infinite values are values: a weight of ±inf stays, and a huge gradient costs its element."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ schedules, a scaled loss.
 None of this looks at what a rule computes or a storage keeps, so it is asked of a few pairs.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

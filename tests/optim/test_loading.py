@@ -1,7 +1,5 @@
 """States of torch.optim, in and out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

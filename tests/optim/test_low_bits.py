@@ -2,8 +2,6 @@
 what they are for.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 it writes them.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -2,8 +2,6 @@
 storage holds 16 bits.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -2,8 +2,6 @@
 interpreted here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import weakref
 from collections.abc import Iterator

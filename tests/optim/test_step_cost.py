@@ -4,8 +4,6 @@ A regression of speed shows here on any machine with g++. A count depends on g++
 another version nothing is recorded. Lower a count with each gain.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The definition of a step: in chunks, where there is no compiler, and as a GPU compiles it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 

@@ -2,8 +2,6 @@
 has: every storage.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -7,8 +7,6 @@ the list of all values. Powers of two come from exponents; no bits are handled.
 The matrix is ``[rows, contraction]``; the other dimension is this one transposed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

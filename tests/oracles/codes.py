@@ -6,8 +6,6 @@ the nearest in it; a cut is a division with remainder of a float32's magnitude; 
 taking remainders modulo 2^32. Nothing is shifted and masked as the library does it.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

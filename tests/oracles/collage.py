@@ -6,8 +6,6 @@ fused multiply-add.
 Source: arXiv:2405.03637, in our own words and code.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ Source: ``ScaledBlas.cpp`` in ``aten/src/ATen/native`` of PyTorch; cuBLAS, "Narr
 Usage".
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ integers, no tensors.
 Values come in as Python floats (every float is a fraction exactly) and bits as unsigned integers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction

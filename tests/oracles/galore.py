@@ -5,8 +5,6 @@ Every class keeps its own states; ``step`` takes the weight and its gradient and
 weight.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -4,8 +4,6 @@ Float64 adds products of such numbers (at most 24 bits each, times scales) with 
 sees here, but where a sum cancels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Lion in the format of its parameters: torch has none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

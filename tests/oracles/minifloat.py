@@ -1,7 +1,5 @@
 """The values of a narrow format, their spacing, and the nearest scale. No bits are handled."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Estimates for tests: by default Llama 8B in `word` on as many H100 as the layout has ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from narrowgauge.planner.cluster import Cluster

@@ -1,7 +1,5 @@
 """Machines as they are asked for: nodes of chips, chips of one's own, and what contradicts itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

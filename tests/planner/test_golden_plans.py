@@ -4,8 +4,6 @@
 shows what moved.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

@@ -2,8 +2,6 @@
 of their configuration.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

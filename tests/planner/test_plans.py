@@ -1,7 +1,5 @@
 """Memory and time by hand, as published, and as laws; answers; and the next of a measured run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

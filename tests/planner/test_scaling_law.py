@@ -1,7 +1,5 @@
 """Scaling from measured times: two points fit the law and say so, more points check it."""
 
-from __future__ import annotations
-
 import pytest
 
 from narrowgauge.planner.scaling import read_points, scaling_row

@@ -1,7 +1,5 @@
 """A trace's time by group: kernels of a GPU, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wrong questions: each is refused in one line with an advice, and none is half done in silence."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

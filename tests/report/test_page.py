@@ -1,7 +1,5 @@
 """The page: its figures on made-up runs, and that it says of a run what was run and what is wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ claim of what was not logged.
 What Lightning's and Hugging Face's own loggers write is read in ``tests/integrations``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a path holds decides: each command takes what it can use, and changes nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

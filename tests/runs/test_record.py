@@ -2,8 +2,6 @@
 is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The chip table: whole, plausible, sourced; names found or suggested."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

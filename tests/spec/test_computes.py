@@ -2,8 +2,6 @@
 and what rows promise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The formats' derived figures, against NumPy, ml_dtypes and integers by hand."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import pytest
 

@@ -1,7 +1,5 @@
 """The preset models: parameter counts as published, names and sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from narrowgauge.errors import RecipeError

@@ -1,7 +1,5 @@
 """How recipes are written: names in every spelling, wrong names, and files that say the same."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

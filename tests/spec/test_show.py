@@ -1,7 +1,5 @@
 """The tables: complete, equal to the words they are made of, and the same figures for every reader."""
 
-from __future__ import annotations
-
 import pytest
 
 from narrowgauge.spec import parse, show

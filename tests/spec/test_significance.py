@@ -2,8 +2,6 @@
 in 10,000.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from narrowgauge.spec.significance import student_t

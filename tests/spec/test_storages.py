@@ -1,7 +1,5 @@
 """Storages: the table's figures, and how fields share words."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ tests/text``, and the diff shows it.
 Every text is the same on all machines: chips are named, and runs are made up.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

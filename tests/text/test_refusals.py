@@ -5,8 +5,6 @@ The regular expressions hold the essential words only. Those of a call are of it
 message, then of its advice. Nothing is changed or written by what is refused.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Comparisons in a loop of your own and with the trainer: kept, interrupted, extended, refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

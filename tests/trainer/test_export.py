@@ -1,7 +1,5 @@
 """Exports of a run load in Hugging Face with the same bits, and overwrite nothing."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

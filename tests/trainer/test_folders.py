@@ -2,8 +2,6 @@
 afterwards, in its file or beside it in ``FILE.cut``.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import Counter

@@ -2,8 +2,6 @@
 what remains is always the same run.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

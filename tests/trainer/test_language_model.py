@@ -2,8 +2,6 @@
 refused.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trainings of a tiny model: what the record of a run holds, and what a step that goes wrong leaves in it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

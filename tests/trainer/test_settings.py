@@ -1,7 +1,5 @@
 """The settings of a run: its default folder and its schedule."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

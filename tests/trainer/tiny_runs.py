@@ -2,8 +2,6 @@
 are the same run.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

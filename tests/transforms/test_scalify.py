@@ -2,8 +2,6 @@
 float64, data near one.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -2,8 +2,6 @@
 released code's faults.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

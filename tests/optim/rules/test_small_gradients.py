@@ -1,7 +1,5 @@
 """Gradients whose squares vanish in float32 never move a weight by more than float64's AdamW."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
