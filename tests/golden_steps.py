@@ -86,7 +86,7 @@ def pairs() -> list[tuple[str, str]]:
         for storage in STORAGES.values()
         if rule.name == "adamw"
         or (
-            storage.arithmetic == "float32" and not storage.with_states(rule.moments).scaled
+            storage.arithmetic == "float32" and not storage.with_states(rule.moments.items()).scaled
             if rule.is_matrix
             else storage.arithmetic != "expansion"
         )

@@ -172,7 +172,7 @@ def places(model: nn.Module, names: dict[nn.Module, str]) -> dict[str, object]:
     for module, name in names.items():
         places[name] = module in found.blocks, module in found.routers, module in found.inside
     for experts in found.experts:
-        places[f"experts of {names.get(experts.owner)}"] = experts.number, experts.stacks
+        places[f"experts of {names.get(experts.owner)}"] = experts.stacks
     return places
 
 

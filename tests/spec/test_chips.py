@@ -2,23 +2,33 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
-from narrowgauge.errors import ChipError
+from narrowgauge.errors import ChipError, NarrowgaugeError
 from narrowgauge.spec.chips import CHIPS, get_chip
-from narrowgauge.spec.formats import FORMATS
 
 
 def test_the_table_is_whole() -> None:
     assert len(CHIPS) >= 17
     for name, chip in CHIPS.items():
         assert chip.name == name and chip.source
-        assert chip.peak_tflops and chip.peak_tflops.keys() <= FORMATS.keys()
         assert 8 <= chip.memory_gb <= 512 and 100 <= chip.bandwidth_gb_per_second <= 20_000
         json.dumps(dataclasses.asdict(chip))
-        rates = chip.peer_gb_per_second, chip.host_gb_per_second, *chip.peak_tflops.values()
-        assert all(rate is None or 0 < rate < 1e5 for rate in rates), name
+        assert max(chip.host_gb_per_second, *chip.peak_tflops.values()) < 1e5, name
+
+
+WRONG = (
+    {"memory_gb": -5}, {"bandwidth_gb_per_second": 0}, {"link_gb_per_second": "fast"}, {"chips_per_node": 0.5},
+    {"peak_tflops": {"bfloat16": 1, "nvfp4": 1}}, {"peak_tflops": {"bfloat16": -1}}, {"peak_tflops": {}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", WRONG)
+def test_a_chip_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(NarrowgaugeError):
+        dataclasses.replace(CHIPS["L4"], **fields)
 
 
 def test_memory_is_what_drivers_report() -> None:

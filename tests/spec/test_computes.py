@@ -67,6 +67,7 @@ REFUSED = {
     "a narrow dtype": lambda: replace(_INT8, name="mine", dtype="float8_e4m3fn"),
     "outliers of a gradient": lambda: replace(_INT8, name="mine", grad_input=_OUTLIERS),
     "an input that rounds stochastically": lambda: replace(_INT8, output=_INT8.grad_input),
+    "an unknown transform": lambda: replace(_INT8, transform="fp8"),
     "outliers beside blocks": lambda: replace(
         _INT8, output=Product(_OUTLIERS.left, Cast("int8", "1x32"))
     ),

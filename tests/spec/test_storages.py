@@ -27,7 +27,7 @@ def test_every_row_has_its_figures() -> None:
 def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> None:
     """With the states of every rule; words of 16, 32 and 64 bits are alone."""
     for rule in UPDATE_RULES.values():
-        row = storage.with_states(rule.moments)
+        row = storage.with_states(rule.moments.items())
         in_words = sum(width_of(group) for group in row.packing) / 8
         assert row.bytes_per_param == 2 * VISIBLE[row.visible][0] / 8 + in_words
         assert in_words >= sum(bits for _, bits in row.fields) / 8

@@ -166,9 +166,9 @@ def train(**settings: Any) -> None:
     named = flags.passed(settings)
     if process_group.world_size() == 1:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
-        entry = find_start(named)
-        if entry.is_finished:
-            return click.echo(f"{entry.settings.folder} is finished: {plural(entry.step, 'step')}.")
+        start = find_start(named)
+        if start.is_finished:
+            return click.echo(f"{start.settings.folder} is finished: {plural(start.step, 'step')}.")
     from narrowgauge.trainer import train as trainer
 
     with process_group.joined():

@@ -84,18 +84,16 @@ def require_same(settings: Mapping[str, Any]) -> None:
     import torch
 
     from narrowgauge import __version__
-    from narrowgauge.distributed.ranks import all_ranks
+    from narrowgauge.distributed.ranks import unlike
 
     software = {
         "narrowgauge": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
     }  # fmt: skip
-    first, *other_ranks = all_ranks().gather({**settings, **software})
-    for number, settings_there in enumerate(other_ranks, 1):
-        for name in first.keys() | settings_there.keys():
-            if first.get(name) != settings_there.get(name):
-                raise RankError(
-                    f"Cannot train: rank {number} has {name} = {settings_there.get(name)}, and "
-                    f"rank 0 has {first.get(name)}.",
-                    "Start every rank with the same command, version and environment.",
-                )
+    for name, values in unlike({**settings, **software}).items():
+        first = values[0]
+        number = next(rank for rank, value in enumerate(values) if value != first)
+        raise RankError(
+            f"Cannot train: rank {number} has {name} = {values[number]}, and rank 0 has {first}.",
+            "Start every rank with the same command, version and environment.",
+        )

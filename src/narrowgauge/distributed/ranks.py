@@ -7,8 +7,9 @@ exchange. Callers need not check.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -66,8 +67,7 @@ class Ranks:
         results: list[Any] = self.gather(
             self.together(lambda: function() if self.is_first else None)
         )
-        result: T = results[0]
-        return result
+        return results[0]
 
     def together(self, function: Callable[[], T]) -> T:
         """Call a function on every rank, and return its result if no rank fails.
@@ -112,3 +112,14 @@ def all_ranks() -> Ranks:
     if not has_group():
         return ALONE
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def unlike(values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the named values that differ between ranks, each by rank. All ranks call it."""
+    by_rank = all_ranks().gather(values)
+    differing = {}
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        row = [part.get(name) for part in by_rank]
+        if any(value != row[0] for value in row):
+            differing[name] = row
+    return differing

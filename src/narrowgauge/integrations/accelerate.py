@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded, local_of, own_part
-from narrowgauge.optim.audit.audit import unwrapped
+from narrowgauge.torch_support.torch_names import unwrapped_optimizer
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         RecipeError: a parameter differs from the replaced one in shape, format or values.
     """
-    ours = unwrapped(optimizer)
+    ours = unwrapped_optimizer(optimizer)
     present = dict.fromkeys(chain.from_iterable(group["params"] for group in ours.param_groups))
     old = [p for p in ours.state if isinstance(p, Tensor) and p not in present]
     new = [p for p in present if not ours.has_state(p)]

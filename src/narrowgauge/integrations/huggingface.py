@@ -11,9 +11,9 @@ from transformers import TrainerCallback, TrainerState
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations import quantizer as quantizer  # registers itself
 from narrowgauge.integrations.recording import RecordedCallback
-from narrowgauge.optim.audit.audit import unwrapped
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_support.torch_names import unwrapped_optimizer
 
 _SETTINGS = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
@@ -40,7 +40,7 @@ def use_adamw(trainer: Any, **options: Any) -> Any:
     if trainer.optimizer is not None:
         raise RecipeError(
             "Cannot choose an optimizer: the trainer already has "
-            f"{type(unwrapped(trainer.optimizer)).__name__}.",
+            f"{type(unwrapped_optimizer(trainer.optimizer)).__name__}.",
             "Call use_adamw before train(), and give the trainer no optimizers=.",
         )
     args = trainer.args
@@ -72,7 +72,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
         settings = {name: getattr(args, name) for name in _SETTINGS}
         self._audit: dict[str, float] = {}
         self._open(
-            args.output_dir, model, unwrapped(named["optimizer"]), state.global_step,
+            args.output_dir, model, unwrapped_optimizer(named["optimizer"]), state.global_step,
             settings={**settings, "steps": state.max_steps},
             max_grad_norm=args.max_grad_norm or None, on_row=self._keep_audit,
         )  # fmt: skip

@@ -56,8 +56,7 @@ class GroupedLinear(Projection, NarrowLayer):
         x, is_plain = self.entered(x, weights)
         name = "" if is_plain else self.registered_name
         keys = self.key if self.is_stochastic else None
-        y: Tensor = grouped(x, weights, offsets, name, keys, None)[0]
-        return y
+        return grouped(x, weights, offsets, name, keys, None)[0]
 
 
 # ── the stacks of a module ────────────────────────────────────────────────────────────────────────
@@ -154,8 +153,7 @@ def _refuse(module: nn.Module, missed: list[str]) -> None:
 
 def _implementation(module: Any) -> str | None:
     """Return how a mixture of transformers multiplies its stacks."""
-    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return name
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 class _Origin(NamedTuple):

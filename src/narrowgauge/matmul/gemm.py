@@ -84,10 +84,7 @@ def _scaled(
         return y
     if right is not None:
         right = right.reshape(1, -1)
-    scaled: Tensor = call_compiled(
-        values.numel(), bound(_scale, dtype=dtype), values, left, right, bias
-    )
-    return scaled
+    return call_compiled(values.numel(), bound(_scale, dtype=dtype), values, left, right, bias)
 
 
 def _scale(
@@ -134,8 +131,7 @@ def _multiply_values(a: Tensor, b: Tensor, is_result: bool) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32)
     if not is_traced():  # here nothing needs a gradient
         return multiply_wide(a, b, None, torch.float32)
-    values: Tensor = multiply_plain(a, b, None, torch.float32)
-    return values
+    return multiply_plain(a, b, None, torch.float32)
 
 
 def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -155,7 +151,7 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     else:  # a long transposed left side is slow
         a, b = _row_major(a.contiguous()), _row_major(b)
     if a.shape[1] <= terms:
-        total: Tensor = multiply_part(a, b)
+        total = multiply_part(a, b)
     else:
         parts = []
         for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
@@ -188,7 +184,7 @@ def operand_dtype(cast: Cast) -> torch.dtype:
         name = cast.carrier
     else:
         name = cast.values_format
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 class EmulationNotice(UserWarning):

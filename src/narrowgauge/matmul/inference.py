@@ -120,7 +120,7 @@ class _Stored(Computed):
         if not x.numel():  # no tokens, as of an expert that gets none
             return x.new_zeros(*x.shape[:-1], len(codes)) + x.sum()
         run: Any = _Product.apply
-        y: Tensor = run(x.reshape(-1, x.shape[-1]), bias, self.registered_name, codes, scales)
+        y = run(x.reshape(-1, x.shape[-1]), bias, self.registered_name, codes, scales)
         return y.view(*x.shape[:-1], len(codes))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -165,11 +165,11 @@ class _LazyWeight(Tensor):
 
     Attributes:
         layer: whose weight it is.
-        forms: the functions that make it of the weight.
+        widen: returns its values.
     """
 
     layer: QuantizedLinear
-    forms: tuple[Callable[[Tensor], Any], ...]
+    widen: Callable[[], Tensor]
     _is_hf_initialized = True  # transformers draws no values for it
 
     @classmethod
@@ -179,9 +179,7 @@ class _LazyWeight(Tensor):
 
         def read(weight: _LazyWeight) -> Tensor:
             with torch.inference_mode(False):  # else a change would not be counted
-                values = weight.layer.read()
-                for form in weight.forms:
-                    values = form(values)
+                values = weight.widen()
             reads.append((weight.layer, values, values._version))
             return values
 
@@ -213,8 +211,9 @@ class _LazyWeight(Tensor):
             return self
         if name == "data_ptr":
             return self.layer.weight_codes.data_ptr()
-        is_scaled = name in ("div_", "mul_") and len(rest) == 1 and not options and not self.forms
-        if is_scaled and isinstance(rest[0], int | float):
+        is_scaled = name in ("div_", "mul_") and len(rest) == 1 and not options
+        is_whole = self.widen == self.layer.read
+        if is_scaled and is_whole and isinstance(rest[0], int | float):
             func(self.layer.weight_scales, *rest)  # as RWKV does in its first pass
             return self
         look: Any = self
@@ -229,14 +228,14 @@ class _LazyWeight(Tensor):
             result = result.expand(self.shape)
         elif name not in _VIEWS:
             return NotImplemented
-        return _lazy(result, self.layer, (*self.forms, lambda x: func(x, *rest, **options)))
+        return _lazy(result, self.layer, lambda: func(self.widen(), *rest, **options))
 
 
-def _lazy(look: Tensor, layer: QuantizedLinear, forms: tuple[Any, ...] = ()) -> _LazyWeight:
+def _lazy(look: Tensor, layer: QuantizedLinear, widen: Callable[[], Tensor]) -> _LazyWeight:
     """Return the weight of a layer in some form, which looks like a tensor without memory."""
     weight = look.as_subclass(_LazyWeight)
     weight.layer = layer
-    weight.forms = forms
+    weight.widen = widen
     return weight
 
 
@@ -265,7 +264,7 @@ class QuantizedLinear(_Stored, nn.Linear):
         """Return a weight that is widened when its values are needed, for code that reads it."""
         if torch.compiler.is_compiling():  # a compiler drops what is not used
             return self.read()
-        return _lazy(self.stand_in(), self)
+        return _lazy(self.stand_in(), self, self.read)
 
     def stored_weights(self) -> dict[str, Tensor]:
         """Return a stand-in for the weight."""
@@ -292,8 +291,7 @@ class QuantizedExperts(_Stored, Projection):
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         codes, scales = self.weight_codes, self.weight_scales
-        y: Tensor = grouped(self.entered(x), codes, offsets, self.registered_name, None, scales)[0]
-        return y
+        return grouped(self.entered(x), codes, offsets, self.registered_name, None, scales)[0]
 
 
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────

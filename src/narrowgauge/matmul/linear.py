@@ -85,7 +85,7 @@ class NarrowLayer(Computed):
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)
-        is_own: bool = dtype is getattr(torch, self.compute.dtype)
+        is_own = dtype is getattr(torch, self.compute.dtype)
         is_other = not is_own and (is_cast or dtype is torch.float16)
         is_mixed = not is_cast and weight.dtype is torch.float32 and dtype is not torch.float32
         if is_other or is_mixed:
@@ -108,7 +108,7 @@ class NarrowLayer(Computed):
             key = self.key
         call = layer_matmuls.Call(self.registered_name, key if self.is_stochastic else None)
         multiply: Any = layer_matmuls.LayerProduct.apply
-        y: Tensor = multiply(x.reshape(-1, x.shape[-1]), weight, bias, call)
+        y = multiply(x.reshape(-1, x.shape[-1]), weight, bias, call)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -168,7 +168,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def matrix_of(module: Any) -> Tensor:
     """Return the weight of a linear layer as ``[out, in]``."""
-    weight: Tensor = module.weight
+    weight = module.weight
     if is_transposed(module):
         return weight.t()
     return weight

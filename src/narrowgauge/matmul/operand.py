@@ -182,8 +182,7 @@ _COLUMNS = 16
 def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
     """Return a layer's key for the content of some matrices, a sample of each."""
     plain = [matrix.detach() for matrix in matrices]
-    drawn: Tensor = call_compiled(_ROWS * _COLUMNS, _content_key, key, *plain)
-    return drawn
+    return call_compiled(_ROWS * _COLUMNS, _content_key, key, *plain)
 
 
 def _content_key(key: Tensor, *matrices: Tensor) -> Tensor:

@@ -42,5 +42,4 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def row_pieces(matrix: Tensor) -> tuple[Tensor, ...]:
     """Split a matrix into views of some rows each."""
     rows, cols = matrix.shape
-    pieces: tuple[Tensor, ...] = matrix.split(max(PIECE // max(cols, 1), -(-rows // 64), 1))
-    return pieces
+    return matrix.split(max(PIECE // max(cols, 1), -(-rows // 64), 1))

@@ -38,14 +38,13 @@ def local_of(tensor: Any) -> Tensor:
     Return other tensors unchanged.
     """
     if not is_sharded(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     from torch.distributed.tensor import Replicate
 
     placements = []
     for placement in tensor.placements:
         placements.append(Replicate() if placement.is_partial() else placement)
-    local: Tensor = _placed(tensor, tuple(placements)).to_local()
-    return local
+    return _placed(tensor, tuple(placements)).to_local()
 
 
 def _placed(tensor: Any, placements: tuple[Any, ...]) -> Any:
@@ -69,7 +68,7 @@ def gradient_of(parameter: Any) -> Tensor | None:
             with torch.no_grad():
                 parameter.grad = placed
             gradient = placed
-    return gradient  # type: ignore[no-any-return]
+    return gradient
 
 
 def named_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -123,10 +122,9 @@ def placed_like(owner: Any, part: Tensor, shape: Sequence[int] | None = None) ->
 
     shape = torch.Size(shape or owner.shape)
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
-    result: Tensor = DTensor.from_local(
+    return DTensor.from_local(
         part, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=stride
     )
-    return result
 
 
 def sendable(owner: Any, part: Tensor) -> Tensor:
@@ -168,8 +166,7 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
 
 def whole(tensor: Any) -> Tensor:
     """Return a tensor with the parts of all ranks. Return other tensors unchanged."""
-    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return full
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def gathered(owner: Any, part: Tensor) -> Tensor:

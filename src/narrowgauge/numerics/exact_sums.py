@@ -129,8 +129,7 @@ def _rounded_digits(digits: Tensor) -> Tensor:
     low = (third << 26) + (fourth | is_below)
     exponent = (top - 3 - _BELOW) * 26 - 386
     unit = (exponent + 1023 << 52).view(torch.float64)
-    total: Tensor = (high.double() * 2.0**52 + low.double()) * unit
-    return total
+    return (high.double() * 2.0**52 + low.double()) * unit
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
             bias = bias.to(x.dtype)
         return F.linear(x, weight, bias)
-    y: Tensor = multiply_plain(x.reshape(-1, x.shape[-1]), weight.t(), bias, x.dtype)
+    y = multiply_plain(x.reshape(-1, x.shape[-1]), weight.t(), bias, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -56,8 +56,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     if not is_widened(a.dtype, a.device.type):
         return a @ b
-    product: Tensor = multiply_plain(a, b, None, a.dtype)
-    return product
+    return multiply_plain(a, b, None, a.dtype)
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
@@ -94,8 +93,7 @@ def bias_gradient(grad: Tensor) -> Tensor:
     # Opaque to a compiler. It would sum unrounded values, in another order.
     if not is_traced():
         return grad.sum(0)
-    total: Tensor = _sum_of_rows(grad)
-    return total
+    return _sum_of_rows(grad)
 
 
 @torch.library.custom_op("narrowgauge::bias_gradient", mutates_args=())

@@ -11,12 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.spec.chips import Chip, get_chip
+from narrowgauge.spec.chips import NUMBERS, Chip, get_chip
 from narrowgauge.spec.require import require_number
 from narrowgauge.spec.toml import read_file, refuse_unknown
-
-_NUMBERS = ("memory_gb", "bandwidth_gb_per_second", "link_gb_per_second", "host_gb_per_second",
-            "network_gbit_per_second", "chips_per_node", "host_memory_gb", "host_updates_per_second")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,7 @@ def chip_of(chip: Any) -> Chip:
         return get_chip(str(chip))
     table = read_file(path, "chip", "Write like = 'H100-SXM' and network_gbit_per_second = 50.")
     like = get_chip(str(table.pop("like", "")))
-    refuse_unknown(table, _NUMBERS, str(path))
-    for name, value in table.items():
-        require_number(name, value, is_open=True, is_whole=name == "chips_per_node")
+    refuse_unknown(table, (*NUMBERS, "link_gb_per_second", "chips_per_node"), str(path))
     if "memory_gb" in table:
         table["reachable_mib"] = None
     return replace(like, name=path.stem, **table)

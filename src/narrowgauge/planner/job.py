@@ -139,10 +139,8 @@ class Job:
 
 def _state_width(storage: Storage, optimizer: str) -> float:
     """Return the bytes of a parameter beside its weight and its gradient."""
-    if optimizer in FOREIGN_RULES:
-        stored = storage.with_states(())
-    else:
-        stored = storage.with_states(UPDATE_RULES[optimizer].moments)
+    rule = UPDATE_RULES.get(optimizer)
+    stored = storage.with_states(rule.moments.items() if rule else ())
     width = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
     return width + FOREIGN_RULES.get(optimizer, 0.0)
 

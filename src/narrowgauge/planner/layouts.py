@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.shapes import Architecture
@@ -62,7 +62,7 @@ class Layout:
     expert: int = 1
     micro_batch: int = 1
     micro_batches: int = 1
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: str = "none"
     accumulation_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:

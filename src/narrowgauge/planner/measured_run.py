@@ -141,11 +141,12 @@ class MeasuredRun:
         peak_gb: float = 0.0,
         **asked: Any,
     ) -> None:
-        rates = {
+        measured = {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_chip": tokens_per_second_per_chip,
+            "peak_gb": peak_gb,
         }
-        for name, value in {**rates, "peak_gb": peak_gb}.items():
+        for name, value in measured.items():
             require_number(name, value)
         if bool(tokens_per_second) == bool(tokens_per_second_per_chip):
             raise DataError(
@@ -153,7 +154,7 @@ class MeasuredRun:
                 "Name tokens_per_second of all chips, or tokens_per_second_per_chip.",
             )
         self.asked = {"model": model, **asked}
-        self.job = self._job({})
+        self.job = self._job(self.asked)
         self.tokens_per_second = (
             tokens_per_second or tokens_per_second_per_chip * self.job.cluster.chips
         )
@@ -164,8 +165,7 @@ class MeasuredRun:
 
     def _job(self, asked: dict[str, Any]) -> Estimate:
         """Return the plan of the run: what it does not name is not searched, but its layout."""
-        asked = {**self.asked, **asked}
-        asked["recipes"] = asked.get("recipes") or "bfloat16/master"
+        asked = {**asked, "recipes": asked.get("recipes") or "bfloat16/master"}
         jobs, left_out = answers(read_model(asked.pop("model")), **asked)
         if len(jobs) + len(left_out) > 1:
             raise DataError(

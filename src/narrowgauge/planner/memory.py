@@ -117,7 +117,7 @@ def _worst_moment(job: Job, gradients: float, sums: float) -> Groups:
     again = 0.0 if layout.recompute == "none" else layer
     logits = 0.0
     if layout.pipeline <= 2:  # in a longer pipeline the first stage holds more
-        logits = a.vocab_size * LOSSES[job.program.loss].kept / layout.tensor
+        logits = a.vocab_size * LOSSES[job.program.loss]["kept"] / layout.tensor
         logits += 4 * a.hidden_size / layout.tensor + 2 * stream
     is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
     early = 0.0 if is_late else gradients

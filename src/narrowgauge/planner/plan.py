@@ -191,7 +191,7 @@ def _refuse(recipe: Recipe, chip: Chip, optimizer: str) -> None:
     if optimizer in FOREIGN_RULES:
         return
     rule = UPDATE_RULES[optimizer]
-    row = recipe.storage.with_states(rule.moments)
+    row = recipe.storage.with_states(rule.moments.items())
     refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_values
 from narrowgauge.planner.shapes import Architecture, WeightShape
 from narrowgauge.spec.require import require_choice, require_number
-from narrowgauge.spec.toml import load_data, refuse_unknown
+from narrowgauge.spec.toml import load_data, load_rows, refuse_unknown
 
 FROZEN_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}
 """Bits of a frozen weight, scales included.
@@ -25,25 +25,8 @@ section 3).
 """
 
 
-class Loss(NamedTuple):
-    """Hold the bytes of a logit that a loss keeps at its peak, and that it reads and writes."""
-
-    kept: float
-    moved: float
-
-
-LOSSES = {
-    "whole": Loss(14.0, 38.0),
-    "compiled": Loss(4.0, 12.0),
-    "fused": Loss(4.0, 12.0),
-    "chunked": Loss(14 / 8, 38.0),
-}
-"""Losses by name.
-
-A compiled loss, or one fused kernel (Liger), keeps the logits and their gradient in 16 bits. An
-eager loss also has float32 logits, their log-softmax and its gradient. A chunked one has an eighth
-of these, torchtitan's default.
-"""
+LOSSES = load_data("losses", "planner")
+"""Losses by name, with the bytes of a logit that each keeps and moves."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled"),
     "loss": tuple(LOSSES),
@@ -143,9 +126,7 @@ class Tuning:
 
 
 EVERYTHING = Tuning()
-PROGRAMS: dict[str, Program] = {
-    name: Program(name, **row) for name, row in load_data("programs", "planner").items()
-}
+PROGRAMS = load_rows(Program, "programs", "planner")
 """Programs by name. The first is the default."""
 DEFAULT = PROGRAMS["compiled"]
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
-
-Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
     """Describe ``count`` equal weights, ``[out_features, in_features]`` each. Vectors are one row.
 
-    ``tokens_share`` is the fraction of tokens that each of them sees, 1 outside mixtures.
+    ``part`` is attention, mlp, experts, head, embeddings or norms. ``tokens_share`` is the fraction
+    of tokens that each of them sees, 1 outside mixtures.
     """
 
     name: str
     in_features: int
     out_features: int
-    part: Part
+    part: str
     count: int = 1
     tokens_share: float = 1.0
 

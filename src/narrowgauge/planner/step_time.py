@@ -73,7 +73,7 @@ def _computing(job: Job, again: float) -> Groups:
         "matmuls": tokens * (once + again * repeated) / peak / _linear_share(job.chip),
         "attention": tokens * scores / peak / _SHARES["attention"],
         "elementwise": tokens * moved / _bandwidth(job),
-        "loss": tokens * a.vocab_size * LOSSES[program.loss].moved / _bandwidth(job),
+        "loss": tokens * a.vocab_size * LOSSES[program.loss]["moved"] / _bandwidth(job),
         # Routers and launches.
         "gaps": a.num_mixture_layers / job.layout.pipeline * 2 * program.mixture_seconds,
     }

@@ -46,7 +46,7 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         kernels.sort(key=lambda row: row["ts"])
         names = {str(row.get("name")) for row in events if row.get("ts", 0) <= kernels[-1]["ts"]}
         steps = sum(name.startswith("ProfilerStep#") for name in names)
-        end: float = kernels[0]["ts"]
+        end = kernels[0]["ts"]
         for row in kernels:
             seconds["gaps"] += max(0.0, row["ts"] - end)
             seconds[_group_of(row["name"])] += row["dur"]

@@ -1,9 +1,10 @@
 """The specification: formats, computes, storages and recipes as tables that need no PyTorch.
 
-Tables: ``formats``, ``computes`` (with variants and slots), ``storages`` (with codes), ``reductions``
-(accumulations and reductions), ``chips``, ``models``. ``recipes`` combines them. ``parse`` reads
-recipes from text. ``show`` prints them through ``tables``. ``significance`` has Student's t and the
-bounds of lost updates. The optimizer, trainer, documentation and tests read the same tables.
+Tables: ``formats``, ``computes`` (with slots), ``storages`` (with codes), ``reductions``,
+``update_rules``, ``matmul_kernels``, ``chips``, ``models``. Their rows are in ``data``, read by
+``toml``; ``require`` checks them. ``recipes`` combines them. ``parse`` reads recipes from text.
+``show`` prints them through ``tables``. ``significance`` has Student's t and the bound of lost
+updates. The optimizer, trainer, documentation and tests read the same tables.
 """
 
 from __future__ import annotations

@@ -12,8 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from narrowgauge.errors import ChipError, suggestion
+from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.require import require_number
-from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.toml import load_rows
+
+NUMBERS = ("memory_gb", "bandwidth_gb_per_second", "host_gb_per_second", "network_gbit_per_second",
+           "host_memory_gb", "host_updates_per_second")  # fmt: skip
+"""Fields that are above zero."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,7 +69,12 @@ class Chip:
     device: str = ""
 
     def __post_init__(self) -> None:
-        require_number("memory_gb", self.memory_gb, is_open=True)
+        for name in NUMBERS:
+            require_number(name, getattr(self, name), is_open=True)
+        require_number("link_gb_per_second", self.link_gb_per_second or 0)
+        require_number("chips_per_node", self.chips_per_node, 1, is_whole=True)
+        for format, rate in self.peak_tflops.items():
+            require_number(f"the rate of {get_format(format).name}", rate, is_open=True)
         if not {"bfloat16", "float16", "float32"} & {*self.peak_tflops}:
             raise ChipError(
                 f"Cannot use a chip {self.name!r} without a rate in peak_tflops.",
@@ -96,7 +106,7 @@ class Chip:
         return "float8_e4m3fn" if format == "float8_e5m2" else format
 
 
-CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
+CHIPS = load_rows(Chip, "chips")
 
 
 def get_chip(name: str) -> Chip:

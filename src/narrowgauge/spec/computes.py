@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
@@ -29,8 +28,6 @@ Granularity = str
 """``"none"``, ``"tensor"``, ``"row"``, ``"column"``, or a block ``"rows x terms"`` such as
 ``"1x32"``.
 """
-Scale = Literal["float32", "float8_e8m0fnu", "float8_e4m3fn"]
-Accumulation = Literal["float32", "promoted", "fast", "int32"]
 _ACCUMULATIONS = ("float32", "promoted", "fast", "int32")
 
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -95,10 +92,10 @@ class Cast:
 
     format: str
     granularity: Granularity = "none"
-    scale: Scale = "float32"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    scale_rounding: Literal["up", "floor"] = "up"
-    rotation: Literal["none", "hadamard"] = "none"
+    scale: str = "float32"
+    rounding: str = "nearest"
+    scale_rounding: str = "up"
+    rotation: str = "none"
     outliers: float = 0.0
 
     def __post_init__(self) -> None:
@@ -193,7 +190,7 @@ class Product:
 
     left: Cast
     right: Cast
-    accumulation: Accumulation = "float32"
+    accumulation: str = "float32"
 
     def __post_init__(self) -> None:
         is_rotated = self.left.rotation != self.right.rotation
@@ -245,6 +242,8 @@ class Compute:
     default_storage: str = "word"
 
     def __post_init__(self) -> None:
+        require_choice("transform", self.transform, ("", "scalify"))
+        require_number("keep_last", self.keep_last, below=1)
         lhs = self.output.left
         rhs = self.output.right
         for place, cast in self.casts.items():
@@ -366,27 +365,27 @@ class Slot:
             ``gradient`` dy ``[tokens, out]``.
         dim: the tensor's dimension that the matmul contracts. A left operand that contracts 0 is
             transposed.
-        random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it:
-            never renumber.
         reuses: the slot whose codes of the same tensor this slot takes if they serve it.
+        random_key: distinguishes the random bits of a stochastic cast: of gradients. Stored results
+            depend on it: never renumber.
     """
 
     matmul: str
     tensor: str
     dim: int
-    random_key: int
     reuses: str = ""
+    random_key: int = 0
 
 
 SLOTS: dict[str, Slot] = {
-    "output.left": Slot("output", "input", dim=1, random_key=0),
-    "output.right": Slot("output", "weight", dim=1, random_key=1),
+    "output.left": Slot("output", "input", dim=1),
+    "output.right": Slot("output", "weight", dim=1),
     "grad_input.left": Slot("grad_input", "gradient", dim=1, random_key=3),
-    "grad_input.right": Slot("grad_input", "weight", dim=0, random_key=1, reuses="output.right"),
+    "grad_input.right": Slot("grad_input", "weight", dim=0, reuses="output.right"),
     "grad_weight.left": Slot(
         "grad_weight", "gradient", dim=0, random_key=2, reuses="grad_input.left"
     ),
-    "grad_weight.right": Slot("grad_weight", "input", dim=0, random_key=0, reuses="output.left"),
+    "grad_weight.right": Slot("grad_weight", "input", dim=0, reuses="output.left"),
 }
 """Operands by ``matmul.side``, as in :attr:`Compute.casts`."""
 

@@ -15,13 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal
 
 from narrowgauge.errors import FormatError, suggestion
-from narrowgauge.spec.toml import load_data
-
-Kind = Literal["float", "int", "scale"]
-Specials = Literal["ieee", "all_ones", "none"]
+from narrowgauge.spec.toml import load_rows
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,10 @@ class Format:
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    specials: Specials
+    specials: str
     purpose: str
     source: str
-    kind: Kind = "float"
+    kind: str = "float"
 
     @cached_property
     def max(self) -> float:
@@ -114,9 +110,7 @@ class Format:
         return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
 
-FORMATS: dict[str, Format] = {
-    name: Format(name=name, **row) for name, row in load_data("formats").items()
-}
+FORMATS = load_rows(Format, "formats")
 
 
 def dtype_name(dtype: object) -> str:

@@ -9,10 +9,9 @@ shapes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.toml import load_rows
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,13 @@ class Model:
     num_heads: int
     num_kv_heads: int
     max_positions: int
-    family: Literal["llama", "gpt2"] = "llama"
+    family: str = "llama"
     tie_embeddings: bool = False
     source: str = "Narrowgauge"
     rope_theta: float | None = None
 
 
-MODELS: dict[str, Model] = {
-    name: Model(name=name, **row) for name, row in load_data("models").items()
-}
+MODELS = load_rows(Model, "models")
 
 
 def get_model(name: str) -> Model:

@@ -17,6 +17,7 @@ The optimizer, tests, documentation and ``narrowgauge show`` read the same table
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -62,6 +63,10 @@ class Code:
     hold: bool = False
     scaled: bool = False
     parts: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("rounding", self.rounding, get_args(Rounding))
+        require_choice("parts", self.parts, (1, 2))
 
     def __str__(self) -> str:
         """Write a code: ``e6m5 (12 bits), stochastic``."""
@@ -293,14 +298,14 @@ class Storage:
 
     def code(self, role: str) -> Code:
         """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
-        result: Code = getattr(self, dict(self.states).get(role, role))
-        return result
+        return getattr(self, dict(self.states).get(role, role))
 
-    def with_states(self, states: tuple[tuple[str, str], ...]) -> Storage:
+    def with_states(self, states: Iterable[tuple[str, str]]) -> Storage:
         """Return the same storage for a rule with other states."""
-        if states == self.states:
+        pairs = tuple(states)
+        if pairs == self.states:
             return self
-        return replace(self, states=states)
+        return replace(self, states=pairs)
 
 
 def _storages() -> dict[str, Storage]:

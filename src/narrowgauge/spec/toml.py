@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from narrowgauge.errors import DataError, NarrowgaugeError, suggestion_or_all
 
@@ -15,10 +15,12 @@ else:
     import tomli as tomllib
 
 
+T = TypeVar("T")
+
+
 def load_toml(text: str) -> dict[str, Any]:
     """Parse TOML text. Other text is a ``ValueError``."""
-    table: dict[str, Any] = tomllib.loads(text)
-    return table
+    return tomllib.loads(text)
 
 
 def read_file(path: str | Path, noun: str, advice: str) -> dict[str, Any]:
@@ -45,6 +47,14 @@ def refuse_unknown(
     for key in table:
         if key not in names:
             raise kind(f"{where} has an unknown key '{key}'.", suggestion_or_all(key, names))
+
+
+def load_rows(kind: Callable[..., T], name: str, package: str = "spec") -> dict[str, T]:
+    """Load a table whose rows are the fields of a class; a row's key is its name."""
+    rows = {}
+    for key, fields in load_data(name, package).items():
+        rows[key] = kind(name=key, **fields)
+    return rows
 
 
 def load_data(name: str, package: str = "spec") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.toml import load_rows
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,21 @@ class UpdateRule:
         purpose: one line.
         settings: those of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, as
             language models are trained.
+        source: the paper.
         options: its own, with their usual values for language models.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each.
             (A momentum of SGD is extra.)
-        source: the paper.
     """
 
     name: str
     optimizer: str
     purpose: str
     settings: Mapping[str, float]
+    source: str
     options: Mapping[str, Any] = field(default_factory=dict)
     is_matrix: bool = False
-    moments: tuple[tuple[str, str], ...] = ()
-    source: str = field(default="", kw_only=True)
+    moments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -76,45 +77,7 @@ class UpdateRule:
             require_number(name, value, below=1 if is_mean else math.inf)
 
 
-_ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-_SUBSPACE = {"rank": 128, "update_proj_gap": 200}
-
-_RULES = (
-    UpdateRule(
-        "adamw", "AdamW", "two moments, decoupled decay", _ADAM, moments=_MOMENTS,
-        source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
-    ),
-    UpdateRule(
-        # An L2 penalty of 0.1 would outweigh most gradients. The default is none, as in
-        # torch.optim.
-        "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
-        moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
-    ),
-    UpdateRule(
-        "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
-        {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
-        source="Sutskever et al., ICML 2013",
-    ),
-    UpdateRule(
-        "lion", "Lion", "one moment; its sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
-        moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
-    ),
-    UpdateRule(
-        "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
-        {
-            "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw",
-        },
-        is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
-    ),
-    UpdateRule(
-        "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
-        {**_SUBSPACE, "scale": 0.25},
-        is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
-    ),
-)  # fmt: skip
-
-UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
+UPDATE_RULES = load_rows(UpdateRule, "update_rules")
 """The rules by name."""
 
 

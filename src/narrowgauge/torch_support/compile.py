@@ -27,14 +27,12 @@ Fewer do not win back the seconds of compiling.
 """
 SMALL_SIDE = 256
 """Shorten longer sides to about this to compare compiled code with its function."""
-_OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-"""Options of Inductor: on a GPU its defaults divide approximately and flush subnormals. A release
-may lack some.
-"""
+"""Options of Inductor: on a GPU its defaults divide approximately and flush subnormals."""
 
 
 def call_compiled(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
@@ -73,7 +71,7 @@ class Compiled:
         code = call.__code__.replace(co_name=self.name)
         alone = types.FunctionType(code, globals(), self.name, None, call.__closure__)
         self.function = function
-        self.run: Callable[..., Any] = torch.compile(alone, dynamic=True, options=options())
+        self.run: Callable[..., Any] = torch.compile(alone, dynamic=True, options=OPTIONS)
 
     def __call__(self, *arguments: Tensor | None) -> Any:
         # A Parameter would be compiled anew.
@@ -108,14 +106,6 @@ class Compiled:
                 if difference:
                     return difference
         return ""
-
-
-@lru_cache(None)
-def options() -> dict[str, Any]:
-    """Return Inductor's options, without those that this release lacks."""
-    from torch._inductor import list_options
-
-    return {name: value for name, value in _OPTIONS.items() if name in list_options()}
 
 
 def _case(

@@ -10,10 +10,7 @@ from typing import Any, cast
 def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
     """Return a class that adds ``base`` to a user's class, and keeps its name."""
     additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
-    bases: Any = (base, plain)
-    metaclass: Any = type
-    extended: type[Any] = metaclass(plain.__name__, bases, additions)
-    return extended
+    return type(plain.__name__, (base, plain), additions)
 
 
 def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:

@@ -24,12 +24,10 @@ class Experts(NamedTuple):
 
     Attributes:
         owner: the module that holds them.
-        number: of them.
         stacks: names of the owner's weights ``[experts, …, …]``; none if each expert is a module.
     """
 
     owner: nn.Module
-    number: int
     stacks: list[str]
 
 
@@ -234,7 +232,7 @@ def _mixtures(block: nn.Module) -> Iterator[tuple[Experts, list[nn.Module]]]:
             scorers = _scorers(owner, members, count, parents)
             if scorers or (stacks and is_alone):
                 names = [name for name, number in stacks.items() if number == count]
-                yield Experts(owner, count, names), scorers
+                yield Experts(owner, names), scorers
 
 
 def _scorers(

@@ -162,6 +162,16 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def inner_name(name: str) -> str:
+    """Return a plain name without the prefix of DistributedDataParallel."""
+    return plain_name(name).removeprefix("module.")
+
+
+def bare_name(name: str) -> str:
+    """Return an inner name without the prefix of PEFT."""
+    return inner_name(name).removeprefix("base_model.model.")
+
+
 # ── FSDP2 ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -215,8 +225,7 @@ def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:
     computed dtype.
     """
     policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-    return dtype
+    return policy.reduce_dtype or policy.param_dtype or parameter.dtype
 
 
 def fsdp_keeps_gradients(group: Any) -> bool:
@@ -284,6 +293,14 @@ def is_compiled_model(model: Any) -> bool:
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
         for m in model.modules()
     )
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a framework's wrapper: Accelerate and Lightning store it as
+    ``.optimizer``.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else unwrapped_optimizer(inner)
 
 
 def unwrapped_model(model: Any) -> Any:

@@ -59,8 +59,7 @@ def require(run: Path) -> tuple[Path, list[str]]:
 
 def notes_of(folder: Path) -> Row:
     """Read the notes of a good checkpoint."""
-    notes: Row = json.loads((folder / "notes.json").read_bytes())
-    return notes
+    return json.loads((folder / "notes.json").read_bytes())
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -150,20 +150,20 @@ def compare_recipes(
     folder = Path(out or Path("comparisons") / Path(Settings(**settings).model).name)
     plan = planned(recipes, seeds)
     require_comparison(folder, plan)
-    entries = []
+    starts = []
     for name, (recipe, seed) in plan.items():
         of_run = {"recipe": recipe, "seed": seed, "out": str(folder / name)}
-        entries.append(find_start({**settings, **of_run}))
+        starts.append(find_start({**settings, **of_run}))
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
     from narrowgauge.trainer.train import train
 
-    say(f"{plural(len(entries), 'run')} in {folder}. The same command continues after a stop.")
-    for number, entry in enumerate(entries, 1):
-        run = train(vars(entry.settings), is_verbose=False)
+    say(f"{plural(len(starts), 'run')} in {folder}. The same command continues after a stop.")
+    for number, start in enumerate(starts, 1):
+        run = train(vars(start.settings), is_verbose=False)
         loss = (read_run(run).summary or {}).get("val_loss")
         words = "no validation loss" if loss is None else f"validation loss {loss:.4f}"
-        earlier = "  trained earlier" if entry.is_finished else ""
-        say(f"{number}/{len(entries)}  {run.name}  {words}{earlier}")
-    runs = read_runs([*(entry.settings.folder for entry in entries), folder])
+        earlier = "  trained earlier" if start.is_finished else ""
+        say(f"{number}/{len(starts)}  {run.name}  {words}{earlier}")
+    runs = read_runs([*(start.settings.folder for start in starts), folder])
     comparison = compare_runs(runs)
     return comparison, publish(comparison, runs, folder)

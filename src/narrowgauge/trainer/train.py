@@ -64,23 +64,23 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
         RecordError: the run is being written, or cannot be continued with these settings.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, once the checkpoint is saved.
     """
-    here = all_ranks()
-    entry = here.of_first(lambda: find_start(named, here.size))
-    settings = entry.settings
-    if entry.is_finished:
+    ranks = all_ranks()
+    start = ranks.of_first(lambda: find_start(named, ranks.size))
+    settings = start.settings
+    if start.is_finished:
         return settings.folder
     with threads_of(parse(settings.recipe).reduction.order_invariant), warnings.catch_warnings():
         if not is_verbose:
             warnings.simplefilter("ignore", RunNotice)
             warnings.simplefilter("ignore", UpdateLossWarning)
-        tokens = here.together(lambda: open_tokens(settings.data))
+        tokens = ranks.together(lambda: open_tokens(settings.data))
         require_same({"tokens": tokens.fingerprint})
         run = build(settings, tokens)
-        if entry.checkpoint is not None:
-            load_into(run, entry.checkpoint)
-        say = _say if is_verbose and here.is_first else lambda words: None
+        if start.checkpoint is not None:
+            load_into(run, start.checkpoint)
+        say = _say if is_verbose and ranks.is_first else lambda words: None
         try:
-            with _recorder_of(run, entry, say) as recorder:
+            with _recorder_of(run, start, say) as recorder:
                 _loop(run, recorder, say)
         finally:
             if run.optimizer.reduction is not None:
@@ -105,7 +105,7 @@ class Session:
     tokens: Tokens
     model: PreTrainedModel
     optimizer: Optimizer
-    here: Ranks
+    ranks: Ranks
     scaler: GradScaler
     step: int = 0
 
@@ -117,7 +117,7 @@ class Session:
 
     def sum_over_ranks(self, shares: Sequence[Tensor]) -> float:
         """Return the exact sum of all ranks' shares: the same bits for any number of ranks."""
-        return math.fsum(chain.from_iterable(self.here.gather([float(share) for share in shares])))
+        return math.fsum(chain.from_iterable(self.ranks.gather([float(share) for share in shares])))
 
 
 def build(settings: Settings, tokens: Tokens) -> Session:
@@ -125,8 +125,8 @@ def build(settings: Settings, tokens: Tokens) -> Session:
     model = language_model.build(settings.model, vocab_size=tokens.vocab_size, seed=settings.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
-    here = all_ranks()
-    mesh = init_device_mesh(device.type, (here.size,)) if here.size > 1 else None
+    ranks = all_ranks()
+    mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
     _, optimizer = prepare(
         model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
         optimizer=matrices_decay, max_grad_norm=settings.max_grad_norm or None, seed=settings.seed, mesh=mesh, average=False,
@@ -136,7 +136,7 @@ def build(settings: Settings, tokens: Tokens) -> Session:
             if parameter.dtype.itemsize == 2:
                 parameter.grad_dtype = torch.float32  # autograd sums in it
     scaler = GradScaler(device.type, enabled=optimizer.scales_loss)
-    return Session(settings, tokens, model, optimizer, here, scaler)
+    return Session(settings, tokens, model, optimizer, ranks, scaler)
 
 
 # ── one step, and one evaluation ──────────────────────────────────────────────────────────────────
@@ -150,7 +150,7 @@ def train_step(run: Session) -> float:
         group["lr"] = settings.learning_rate(run.step + 1)
     shares = []
     size = settings.micro_batch_size
-    numbers = range(run.here.rank, settings.gradient_accumulation_steps, run.here.size)
+    numbers = range(run.ranks.rank, settings.gradient_accumulation_steps, run.ranks.size)
     for number in numbers:
         first = run.step * settings.batch_size + number * size
         windows = run.tokens.batch(first, size, settings.sequence_length, settings.seed)
@@ -181,9 +181,9 @@ def evaluate(run: Session) -> float:
     batches = torch.from_numpy(tokens).split(settings.micro_batch_size)
     run.model.eval()
     shares = []
-    for first in range(0, len(batches), run.here.size):
+    for first in range(0, len(batches), run.ranks.size):
         # All ranks take part in gathering weights. One without a batch repeats an earlier one.
-        number = first + run.here.rank
+        number = first + run.ranks.rank
         share = run.loss_sum(batches[number % len(batches)])
         shares.append(share * (number < len(batches)))
     run.model.train()
@@ -206,7 +206,7 @@ def _loop(run: Session, recorder: RunRecorder, say: Callable[[str], object]) -> 
             if run.step == settings.steps or _is_due(run.step, settings.eval_every):
                 recorder.evaluate(evaluate(run))
             # A signal may reach the ranks in different steps. All stop after the same one.
-            is_stopped = run.here.largest(len(received)) > 0
+            is_stopped = run.ranks.largest(len(received)) > 0
             if is_stopped or run.step == last or _is_due(run.step, settings.checkpoint_every):
                 save(run)
                 recorder.event("checkpoint", f"step-{run.step:08d} is complete")
@@ -273,11 +273,11 @@ def load(checkpoint: Path) -> Session:
 # ── what it records and shows ─────────────────────────────────────────────────────────────────────
 
 
-def _recorder_of(run: Session, entry: Start, say: Callable[[str], object]) -> RunRecorder:
+def _recorder_of(run: Session, start: Start, say: Callable[[str], object]) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session."""
     settings = run.settings
-    if entry.is_damaged:
-        run.here.of_first(lambda: _mend(settings))
+    if start.is_damaged:
+        run.ranks.of_first(lambda: _mend(settings))
     data = {"fingerprint": run.tokens.fingerprint, "unigram_loss": run.tokens.unigram_loss()}
     recorder = RunRecorder(
         settings.folder, run.model, run.optimizer, settings=vars(settings),
@@ -285,9 +285,9 @@ def _recorder_of(run: Session, entry: Start, say: Callable[[str], object]) -> Ru
         on_row=_shown(settings, say), resume=True, tables={"data": data},
     )  # fmt: skip
     recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
-    if not run.step and not entry.events:
+    if not run.step and not start.events:
         say(f"A new run in {settings.folder}.")
-    for kind, words in entry.events:
+    for kind, words in start.events:
         recorder.event(kind, words)
         say(f"{kind}: {words}")
     return recorder

@@ -266,12 +266,9 @@ class _Leave(torch.autograd.Function):
         return Scaled(raw / power, scale * power)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
         (scale,) = ctx.saved_tensors
-        if isinstance(gradient, Scaled):
-            return gradient.raw, gradient.scale * scale, None, None
-        size = power_of_rms(gradient)  # the dynamic rescale
-        return gradient / size, size * scale, None, None
+        return gradient.raw, gradient.scale * scale, None, None
 
 
 enter: Any = _Enter.apply
@@ -283,8 +280,7 @@ leave: Any = _Leave.apply
 
 def value_of(x: Tensor) -> Tensor:
     """Return a scaled tensor's value as a plain one. Its gradient is measured."""
-    value: Tensor = enter((WIDE,), (None,), x)[1]
-    return value
+    return enter((WIDE,), (None,), x)[1]
 
 
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────
@@ -318,8 +314,7 @@ class _Linear(_Ruled):
         sizes = (root_below(outputs), None, None)[: len(operands)]
         token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
         multiply: Any = getattr(self, "product", F.linear)
-        y: Tensor = leave(multiply(*entered), token, scale, root_below(inputs))
-        return y
+        return leave(multiply(*entered), token, scale, root_below(inputs))
 
 
 class _Embedding(_Ruled):
@@ -329,8 +324,7 @@ class _Embedding(_Ruled):
         size = power_of_rms(self.weight)
         token, table = enter((REAL,), (None,), self.weight)
         rows = F.embedding(tokens, table, self.padding_idx) / size
-        embedded: Tensor = leave(rows, token, size, 1.0)
-        return embedded
+        return leave(rows, token, size, 1.0)
 
 
 class _Activation(_Ruled):
@@ -378,8 +372,7 @@ def attention(query: Tensor, key: Tensor, value: Any, *rest: Any, **options: Any
     """
     token, *entered = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
     raw = F.scaled_dot_product_attention(*entered, *rest, **options)
-    attended: Tensor = leave(raw, token, value.scale, 1.0)
-    return attended
+    return leave(raw, token, value.scale, 1.0)
 
 
 _ATTENTION = unwrap(F.scaled_dot_product_attention)

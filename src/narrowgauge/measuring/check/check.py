@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.ranks import all_ranks, unlike
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.check.dispatch import is_finite
 from narrowgauge.measuring.check.passes import (
@@ -36,7 +36,7 @@ from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.check.predicted_update import add_stored
 from narrowgauge.measuring.check.rounding_sites import add_nonfinite, add_roundings
 from narrowgauge.measuring.check.slope import compare_slope
-from narrowgauge.measuring.check.structure import compare_ranks, compare_structure, unlike
+from narrowgauge.measuring.check.structure import compare_ranks, compare_structure
 from narrowgauge.measuring.check.training_setup import (
     TrainingSetup,
     sample_elements,
@@ -136,7 +136,7 @@ def _compare(
             words = "not followed through shards and main_grad; check before they are made"
             result.unseen["the gradient"] = words
             return {}
-    unlike_names = unlike({name: fingerprint(sample_elements(p)) for name, p in leaves.items()})
+    unlike_names = [*unlike({name: fingerprint(sample_elements(p)) for name, p in leaves.items()})]
     if unlike_names:
         result.unseen["the gradient"] = f"ranks hold unlike weights, such as {unlike_names[0]}"
         return {}

@@ -8,7 +8,6 @@ Collectives are operations that have shadows, so sums over ranks are followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.ranks import all_ranks, unlike
 from narrowgauge.measuring.check.dispatch import is_finite, storage_key
 from narrowgauge.measuring.check.passes import Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
@@ -40,7 +39,7 @@ def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
     """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
     further.
     """
-    differing = unlike({name: fingerprint(x) for name, x in first.gradients.items()})
+    differing = [*unlike({name: fingerprint(x) for name, x in first.gradients.items()})]
     for name in differing:
         first.shadows.pop(name, None)
     is_wrapped = unwrapped_model(passes.model) is not passes.model
@@ -48,12 +47,6 @@ def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
         result.add("ranks-apart", differing, len(differing))
     elif differing:
         result.unseen["sums over ranks"] = "the loop makes them; pass backward="
-
-
-def unlike(prints: Mapping[str, int]) -> list[str]:
-    """Return the names whose fingerprint is another one on a rank than on rank 0."""
-    first, *rest = all_ranks().gather(prints)
-    return [name for name in first if any(row.get(name) != first[name] for row in rest)]
 
 
 def compare_structure(

@@ -16,7 +16,7 @@ from narrowgauge.measuring.samples import decoded, take
 from narrowgauge.measuring.unit_roundoff import unit_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.torch_support.torch_names import plain_name
+from narrowgauge.torch_support.torch_names import inner_name, unwrapped_optimizer
 
 NARROW_WEIGHTS = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW_WEIGHTS, torch.float32, torch.float64)
@@ -92,11 +92,6 @@ class TrainingSetup:
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
 
-def inner_name(name: str) -> str:
-    """Return a name without the prefixes of compilers, checkpoints and DistributedDataParallel."""
-    return plain_name(name).removeprefix("module.")
-
-
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
     """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
     for name, p in parameters.items():
@@ -110,8 +105,7 @@ def setup_of(model: nn.Module, optimizer: Any) -> TrainingSetup:
     """Return the set-up of a model and an optimizer, or a list of them, possibly wrapped."""
     optimizers: list[torch.optim.Optimizer] = []
     for inner in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-            inner = inner.optimizer  # of Accelerate and Lightning
+        inner = unwrapped_optimizer(inner)
         # A container such as torchtitan's has members.
         optimizers += getattr(inner, "optimizers", None) or [inner]
     return TrainingSetup(model, optimizers)

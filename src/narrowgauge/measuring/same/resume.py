@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.reading import Readings, measured
-from narrowgauge.measuring.same.weights import bare_name
 from narrowgauge.measuring.watch.fingerprints import fingerprints_whole
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.text import plural
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.preserve import generator_states
+from narrowgauge.torch_support.torch_names import bare_name
 
 Objects = Mapping[str, Any]
 StepFunction = Callable[[], Any]

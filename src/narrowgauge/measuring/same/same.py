@@ -24,11 +24,11 @@ from narrowgauge.errors import DataError
 from narrowgauge.measuring.check.dispatch import PolicyMode, is_float
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.reading import measured, of_all
-from narrowgauge.measuring.same.weights import Same, bare_name, compare_weights, with_weights
+from narrowgauge.measuring.same.weights import Same, compare_weights, with_weights
 from narrowgauge.measuring.unit_roundoff import FINEST, unit_of
 from narrowgauge.runs.text import plural
 from narrowgauge.torch_support.preserve import generator_states, preserve_generators, preserve_model
-from narrowgauge.torch_support.torch_names import tree_map_only, unwrapped_model
+from narrowgauge.torch_support.torch_names import bare_name, tree_map_only, unwrapped_model
 
 MARGIN = 4.0
 """Bounds over the roundings of one pass."""

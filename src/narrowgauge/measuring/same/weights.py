@@ -29,7 +29,7 @@ from narrowgauge.numerics.rounding import power_below
 from narrowgauge.runs.text import join_names, plural
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table
-from narrowgauge.torch_support.torch_names import plain_name
+from narrowgauge.torch_support.torch_names import bare_name
 
 CHUNK = 1 << 17
 """Elements that are compared at once: they stay in the cache."""
@@ -57,11 +57,6 @@ HALF_A_GAP = 17 / 32
 scale.
 """
 Weights = str | Path | nn.Module | Mapping[str, Any]
-
-
-def bare_name(name: str) -> str:
-    """Return the name of a module or tensor without the prefixes of PEFT and of other wrappers."""
-    return plain_name(name).removeprefix("module.").removeprefix("base_model.model.")
 
 
 @dataclass

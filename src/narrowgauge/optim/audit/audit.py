@@ -28,7 +28,7 @@ from narrowgauge.optim.audit.audit_sample import TURN, AuditSample
 from narrowgauge.optim.step.launch import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.torch_names import HostCopy
+from narrowgauge.torch_support.torch_names import HostCopy, unwrapped_optimizer
 
 WINDOW = 20
 """Audited steps in a window."""
@@ -271,15 +271,6 @@ def warn_of(alarms: Sequence[Alarm]) -> None:
     warnings.warn(message, UpdateLossWarning, stacklevel=4)
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a framework's wrapper.
-
-    Accelerate and Lightning store it as ``.optimizer``.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    return optimizer if inner is None else unwrapped(inner)
-
-
 class Audit(dict[str, AuditedUpdates]):
     """Map the name of each audited tensor to its :class:`AuditedUpdates`.
 
@@ -340,7 +331,7 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         >>> ng.audit(optimizer)["param 0"].lost_fraction
         1.0
     """
-    inner = unwrapped(optimizer)
+    inner = unwrapped_optimizer(optimizer)
     auditor = getattr(inner, "auditor", None)
     if not isinstance(auditor, Auditor):
         raise RecipeError(

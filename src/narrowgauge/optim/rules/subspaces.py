@@ -51,7 +51,7 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
         del columns
     vectors = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    return (vectors * largest.sign()).float()  # type: ignore[no-any-return]
+    return (vectors * largest.sign()).float()
 
 
 def project(basis: Tensor, matrix: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ class Float64Shadow:
                 return _widened(x)
             return x if takes_values and not is_float(x) else self.of(x)
 
-        return tree_map(wide, (op.args, op.kwargs))  # type: ignore[no-any-return]
+        return tree_map(wide, (op.args, op.kwargs))
 
     def after(self, op: Operation, arguments: Arguments | None) -> None:
         """Run the operation on shadows, and keep its results."""
