@@ -17,27 +17,26 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 
-from matmul.scenarios import cast_operands, exact, gaussian, make_layer, passed, same
+from matmul.scenarios import cast_operands, exact, gaussian, make_layer, names, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply
-from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
+from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute, Product
 from narrowgauge.spec.matmul_kernels import has_kernel, needs_kernel
 from narrowgauge.torch_support import proof
 from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle
 
-NATIVE_ON = {"float8-row": "sm90", "float8-tensor": "sm89"}
-"""A compute of each way through the code, on a chip that has its kernel."""
+NATIVE_ON = ("float8-row", "float8-tensor")
+"""A compute of each way through the code."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
-WAYS = list(NATIVE_ON.items())
-every_way = pytest.mark.parametrize(
-    ("row", "chip"),
-    [(COMPUTES[name], chip) for name, chip in WAYS],
-    ids=[" on ".join(way) for way in WAYS],
-)
+MIXED = []
+"""A compute of each pair of scales that a kernel takes."""
+for left, right in itertools.product(("none", "tensor", "row"), repeat=2):
+    product = Product(Cast("float8_e5m2", left), Cast("float8_e4m3fn", right))
+    MIXED.append(Compute(f"{left} by {right}", *(product,) * 3, purpose="", source=""))
 
 
 @contextmanager
@@ -74,11 +73,11 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
         assert native == computes, architecture
 
 
-@every_way
+@pytest.mark.parametrize("row", [*map(COMPUTES.get, NATIVE_ON), *MIXED], **names)
 @every_place
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_native_product_is_the_exact_one_rounded_once(
-    row: Compute, chip: str, place: str, shape: tuple[int, int, int]
+    row: Compute, place: str, shape: tuple[int, int, int]
 ) -> None:
     """The stand-in adds in float64, so what is off is the layout.
 
@@ -86,7 +85,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
     """
     for dtype, has_bias in itertools.product(DTYPES, (False, True)):
         bias = None
-        with device(chip):
+        with device("sm90"):
             pair = cast_operands(row, place, shape)
             sides = len(pair[0].data), len(pair[1].data)
             if has_bias:
