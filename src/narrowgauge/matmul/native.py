@@ -130,7 +130,5 @@ def _exact_operand(cast: Cast, rows: int) -> Operand:
     draw = torch.Generator().manual_seed(rows)
     codes = torch.randint(-2, 3, (rows, 640), generator=draw).float()
     codes = codes.to(getattr(torch, cast.format))
-    if cast.granularity == "none":
-        return Operand(codes)
     scales = torch.randint(-1, 2, (rows, 1), generator=draw).float().exp2()
-    return Operand(codes, scales[:1] if cast.granularity == "tensor" else scales)
+    return Operand(codes, scales[:1] if cast.granularity in ("none", "tensor") else scales)
