@@ -4,19 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RankError, ReportedError
 from ranks import run_ranks
-
-
-def test_a_process_on_its_own_needs_no_group() -> None:
-    assert all_ranks() == ALONE == Ranks(0, 1)
-    assert ALONE.is_first and ALONE.device == torch.device("cpu")
-    for ask in (ALONE.of_first, ALONE.together):
-        with pytest.raises(ZeroDivisionError):
-            ask(lambda: 1 // 0)
 
 
 def ask(rank: int) -> list[object]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from measuring.made_runs import COLUMNS, MASTER, make_run, seeds
-from narrowgauge.measuring.diagnose.comparison import FIT, Comparison, compare_runs, interval
+from narrowgauge.measuring.diagnose.comparison import FIT, Comparison, compare_runs
 from narrowgauge.runs.record import Run
 
 EQUAL = (4.0, 4.1, 4.2)
@@ -62,15 +62,6 @@ def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
     on_other_data = with_data(group, fingerprint="b")
     other = compared(on_other_data, with_data(MASTER, fingerprint="a"))
     assert other.rows[0]["difference"] is None
-
-
-def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:
-    assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(2.484, abs=5e-4)), (
-        "by a table of Student's t"
-    )
-    assert interval([0.5]) == (0.5, math.inf)
-    assert interval([0.5, 0.5]) == (0.5, 0.0)
-    assert interval([0.5, math.nan])[1] == math.inf
 
 
 # A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2, and its verdict.

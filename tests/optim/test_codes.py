@@ -211,11 +211,3 @@ def test_the_fields_random_bits_are_fair_and_independent(
     between = np.corrcoef(before, after)[np.triu_indices(6, 1)]
     # Bits that two codes share are the lower one's least: 2^-10 of it.
     assert (np.abs(between) < limit / np.sqrt(before.shape[1]) + 2.0**-9).all()
-
-
-@exhaustive("storage", [row for row in STORAGES.values() if row.weight.parts == 2])
-def test_a_weight_of_two_parts_has_the_digits_of_both(storage: Storage) -> None:
-    x = torch.randn(1 << 12)
-    _, stored = through_words(storage, x, None)
-    bound = 2.0 ** (-2 * storage.weight.mantissa_bits - 2) * x.abs() + 2.0**-24
-    assert ((stored - x).abs() <= bound).all()
