@@ -20,7 +20,6 @@ from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.step import kernel_proof, launch, norm_kernel, step_cpp
 from narrowgauge.optim.step import step as stepping
-from narrowgauge.optim.step.step_cpp import step_text
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, triton
 from narrowgauge.torch_support import proof as proofs
@@ -361,20 +360,3 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
         with pytest.warns(UserWarning, match="no space left"):
             assert "no space left" in kernel_proof.why_no_kernel(*kernel, CPU)
     assert kernel_proof.why_no_kernel(*kernel, CPU) == ""
-
-
-def test_a_step_is_shown_by_its_types_and_the_files_that_define_them() -> None:
-    *files, struct = step_text("word").split("\n\n")
-    assert "Tail<BFloat16, 8, 8" in struct and "EXPORT_STEP(Row, AdamW)" in struct
-    assert all(Path(line[3:]).exists() for line in files[0].splitlines())
-    assert "EXPORT_STEP(Row, Lion)" in step_text("compact", "lion")
-
-
-@pytest.mark.parametrize(
-    "words", [("wrd",), ("float64",), ("collage-plus", "lion"), ("word", "adamx")]
-)
-def test_a_step_that_has_no_kernel_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(
-        ng.errors.RecipeError, match=r"Cannot show|Cannot use rule|no storage|for AdamW alone"
-    ):
-        step_text(*words)

@@ -1,7 +1,6 @@
 """The values of a narrow format, their spacing, and the nearest scale. No bits are handled."""
 
 import math
-from fractions import Fraction
 
 from narrowgauge.spec.formats import FORMATS
 
@@ -30,14 +29,3 @@ def spacing(name: str, value: float) -> float:
     magnitude = min(abs(value), row.max)
     exponent = math.frexp(magnitude)[1] - 1 if magnitude else row.min_exponent
     return math.ldexp(1.0, max(exponent, row.min_exponent) - row.mantissa_bits)
-
-
-def scale_nearest(value: float) -> float:
-    """A positive value to the nearest power of two of E8M0, ties up; NaN past 2^127; up between
-    2^-127 and 2^-126.
-    """
-    if value <= 2.0**-126:
-        return 2.0**-127 if value <= 2.0**-127 else 2.0**-126
-    exponent = math.frexp(value)[1] - 1
-    exponent += Fraction(value) >= Fraction(3, 2) * Fraction(2) ** exponent
-    return math.ldexp(1.0, exponent) if exponent <= 127 else math.nan

@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 PATH = click.Path(path_type=Path)
-json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 """The name of a setting's type in the help."""

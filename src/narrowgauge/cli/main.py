@@ -78,11 +78,11 @@ def _print_table(name: str, as_json: bool) -> None:
 
 
 for _name, (_help, *_) in show.TABLES.items():
-    show_group.command(_name, help=_help)(flags.json_list(partial(_print_table, _name)))
+    show_group.command(_name, help=_help)(flags.as_json(partial(_print_table, _name)))
 
 
 @show_group.command("checks")
-@flags.json_list
+@flags.as_json
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
     from narrowgauge.measuring.kinds import kind_table
@@ -93,23 +93,12 @@ def show_checks(as_json: bool) -> None:
 
 @show_group.command("recipe")
 @click.argument("name")
-@flags.json_object
+@flags.as_json
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME stores, computes and loses."""
     facts = show.recipe_facts(name)
     columns = {"recipe": itemgetter(0), facts["recipe"]: itemgetter(1)}
     _print(as_json, facts, tables.Table([*facts.items()][1:], columns))
-
-
-@show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
-@click.argument("storage")
-@click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")
-def show_step(storage: str, rule: str) -> None:
-    """Print the C++ types of a storage, which step it on a CPU, and the files that define them. GPUs
-    run optim/step/step_triton.py."""
-    from narrowgauge.optim.step.step_cpp import step_text
-
-    click.echo(step_text(storage, rule))
 
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
@@ -195,7 +184,7 @@ def train(**settings: Any) -> None:
     "--out", metavar="DIR", type=_path,
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL]",
 )  # fmt: skip
-@flags.json_list
+@flags.as_json
 def compare(recipes: str, seeds: int, out: Path | None, as_json: bool, **settings: Any) -> None:
     """Train with several recipes from the same initial weights on the same tokens, and report what
     each costs.
@@ -253,7 +242,7 @@ def export(folder: Path, out: Path) -> None:
 )
 @click.argument("run", metavar="RUN", type=_path)
 @click.argument("other", metavar="[OTHER]", required=False, type=_path)
-@flags.json_object
+@flags.as_json
 def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     """Print what the record of RUN shows beyond its bounds, earliest first, and what this record
     cannot show.
@@ -280,7 +269,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
 @main.command("same", short_help="Which weights two models or checkpoints differ in.")
 @click.argument("first", metavar="A", type=_path)
 @click.argument("second", metavar="B", type=_path)
-@flags.json_object
+@flags.as_json
 def same(first: Path, second: Path, as_json: bool) -> None:
     """Print which weights of B differ from those of A, the farthest first, and which are not
     finite.

@@ -72,7 +72,7 @@ def plan_group() -> None:
     "--layout", metavar="FIELD=N,…",
     help="Values of data, shard, zero, tensor, pipeline, micro_batch, …  [default: all]",
 )  # fmt: skip
-@flags.json_object
+@flags.as_json
 def run_command(as_json: bool, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
 
@@ -89,7 +89,7 @@ def run_command(as_json: bool, **asked: Any) -> None:
 @plan_group.command("next", short_help="Tell one measured run, get the next.")
 @click.argument("run", metavar="RUN")
 @click.argument("changes", metavar="NAME=VALUE…", nargs=-1)
-@flags.json_object
+@flags.as_json
 def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
     """Plan another run, corrected by RUN, which was measured. What is not said is RUN's.
 
@@ -118,7 +118,7 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--at", metavar="N", type=_COUNT, multiple=True, help="Number of chips to say the time for."
 )
-@flags.json_object
+@flags.as_json
 def scaling_command(measured: str, at: tuple[int, ...], as_json: bool) -> None:
     """Say what does not scale, from measured times of one job on several numbers of chips.
 

@@ -7,13 +7,12 @@ have no states by then. Our optimizers have stored the bits of the weights since
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded, local_of, own_part
+from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import unwrapped_optimizer
 
 
@@ -29,7 +28,7 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         RecipeError: a parameter differs from the replaced one in shape, format or values.
     """
     ours = unwrapped_optimizer(optimizer)
-    present = dict.fromkeys(chain.from_iterable(group["params"] for group in ours.param_groups))
+    present = dict.fromkeys(members_of(ours))
     old = [p for p in ours.state if isinstance(p, Tensor) and p not in present]
     new = [p for p in present if not ours.has_state(p)]
     is_same = len(old) == len(new)

@@ -6,7 +6,7 @@ add one less where the lowest kept bit is 0. Adding a uniform random integer rou
 without bias. Adding nothing rounds toward zero. A carry goes into the exponent. Optimizers drop a
 fixed number of bits this way: :func:`round_bits`.
 
-:func:`round_to` supports every format (floats, integers, scales) in float64. There each operation
+:func:`round_to` supports every format of values (floats, integers) in float64. There each operation
 is exact. :func:`round_nearest` and :func:`round_stochastic` are fast variants for casts of matmul
 operands. They use floats only, since on a CPU reading bits is slow beside bfloat16 loads. They add
 and subtract a large number, so that only the format's bits survive.
@@ -232,44 +232,37 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
 def round_to(x: Tensor, format: str | Format, *, saturate: bool = False) -> Tensor:
     """Round the values of ``x`` to the nearest of a number format, in float32 and without gradient.
 
-    * Ties go to the even mantissa. Ties of a scale go up, as do all values between its two smallest
-      powers.
+    * Ties go to the even mantissa.
     * A value past the largest becomes infinity if the format has one, else NaN if it has that, else
       the end of the range. ``saturate=True`` gives the end of the range in every format.
     * NaN becomes the quiet NaN, or 0 in a format without NaN. A zero keeps its sign.
-    * A scale (``float8_e8m0fnu``) has nothing at or below zero: NaN, or with ``saturate`` its
-      smallest power.
 
     Raises:
-        FormatError: an unknown format, or float64.
+        FormatError: an unknown format, a scale, or float64.
     Source: IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2.
     Example:
         >>> round_to(torch.tensor([0.1, 460.0, 1000.0]), "float8_e4m3fn")
         tensor([1.0156e-01, 4.4800e+02,        nan])
     """
     row = get_format(format)
-    if row.name == "float64":
+    if row.name == "float64" or row.kind == "scale":
         raise FormatError(
-            "Cannot round to float64 because the result is float32.",
+            f"Cannot round to {row.name} because the result is float32, with signs and zero.",
             "Take a format that float32 holds.",
         )
     values = x.detach().double()
     magnitude = values.abs()
-    negative = values.signbit() & row.signed
+    negative = values.signbit()
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
     exponent = magnitude.view(torch.int64) >> 52
-    floor = row.finest_exponent + (not row.signed)
-    step = (exponent - 1023 - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
+    step = (exponent - 1023 - row.mantissa_bits).clamp(row.finest_exponent, _LARGEST_STEP)
     rounded = (magnitude * _power(-step)).round() * _power(step)
     limit = torch.where(negative, -row.min, row.max)
     outside = limit
     if not saturate and row.nans:
         outside = torch.full_like(limit, math.inf if row.infinities else math.nan)
     rounded = torch.where(rounded > limit, outside, rounded)
-    if not row.signed:
-        rounded = rounded.clamp(min=row.min)
-        rounded = rounded.where(values > 0, row.min if saturate else math.nan)
     rounded = torch.where(negative & ((rounded > 0) | (row.kind == "float")), -rounded, rounded)
     rounded = rounded.where(~values.isnan(), math.nan if row.nans else 0.0)
     return canonical_nan(rounded.float())

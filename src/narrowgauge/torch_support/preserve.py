@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,18 +31,16 @@ def generator_states() -> dict[str, list[Any]]:
 def preserve_generators() -> Iterator[None]:
     """Restore the random generators of PyTorch, Python and NumPy at the end."""
     devices = range(0)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())
     python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(state)
+        np.random.set_state(numpy)
 
 
 @contextmanager

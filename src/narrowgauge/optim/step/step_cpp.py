@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.optim.step.bit_layout import Field, fields_of, planes_of, roles
-from narrowgauge.spec.require import require_choice
-from narrowgauge.spec.storages import VISIBLE, Storage, get_storage
-from narrowgauge.spec.update_rules import refuse_pair
+from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.torch_support.cpp import build
 from narrowgauge.torch_support.proof import CPP
 
@@ -170,30 +167,6 @@ EXPORT_STEP(Row, {struct})
 def joined_files() -> str:
     """Return the text that all libraries begin with."""
     return "".join([(FOLDER / name).read_text(encoding="utf-8") for name in FILES])
-
-
-def step_text(storage: str, rule: str = "adamw") -> str:
-    """Return the struct of a storage and the places of the files that define its types.
-
-    Raises:
-        RecipeError: the storage or the rule is unknown, the rule does not support the storage, or
-            no kernel is written for it.
-    """
-    rules = {}
-    for known in RULES:
-        if isinstance(known, elementwise.Rule):
-            rules[known.name] = known
-    row = get_storage(storage)
-    require_choice("rule", rule, rules)
-    row = row.with_states(rules[rule].stored_states)
-    refuse_pair(rule, row, is_matrix=False, is_adamw=rule == "adamw")
-    if not has_kernel(rules[rule], row):
-        raise RecipeError(
-            f"Cannot show storage '{storage}' because no kernel is written for it: its definition "
-            "steps."
-        )
-    files = "\n".join([f"// {FOLDER / name}" for name in FILES])
-    return f"{files}\n\n{library_text(rules[rule], row)}"
 
 
 # ── its functions ─────────────────────────────────────────────────────────────────────────────────
