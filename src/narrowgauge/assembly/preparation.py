@@ -7,8 +7,6 @@ gathers a group of parameters in one format. At the end the optimizer is built o
 parameters, and takes its tails from the float32 weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

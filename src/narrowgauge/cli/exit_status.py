@@ -1,7 +1,5 @@
 """One line and an exit status for every error of a command."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -4,8 +4,6 @@ Every flag of ``train`` is a field of ``Settings`` and a key of ``run.toml``. Co
 input first, and import PyTorch (some seconds) only then.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """``narrowgauge plan``: memory, speed, machines, and conclusions from measured times and runs."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ which depend neither on the order nor on which rank computed what. Replicas own 
 each, and gather the rounded parts once a step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 the rendezvous address.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

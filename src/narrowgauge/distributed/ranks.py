@@ -5,8 +5,6 @@ the others would wait forever. Without a process group there is one process, ran
 exchange. Callers need not check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain

@@ -5,8 +5,6 @@ FSDP2 gathers a group's parameters before they are used, and reduce-scatters its
 backward. A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -5,8 +5,6 @@ have no states by then. Our optimizers have stored the bits of the weights since
 :func:`narrowgauge.prepare`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 and warns. Importing this module also lets ``from_pretrained`` load served models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState

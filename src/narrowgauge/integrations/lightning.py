@@ -5,8 +5,6 @@ DistributedDataParallel, which Lightning wraps around the module before, also ``
 in the module's ``__init__``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

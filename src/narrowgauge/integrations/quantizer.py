@@ -4,8 +4,6 @@
 Transformers finds no quantizer by itself: importing this module registers it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer

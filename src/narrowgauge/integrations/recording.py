@@ -1,7 +1,5 @@
 """What the callbacks of frameworks share: a recorder that begins, continues and ends with a training."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

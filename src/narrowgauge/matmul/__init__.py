@@ -3,8 +3,6 @@
 Each compute is a value of :mod:`narrowgauge.spec.computes`.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,8 +11,6 @@ A projection is one linear layer for each expert, with its own casts. So each ex
 scale per tensor, and its own key of random bits. The gradient of an expert without tokens is zero.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

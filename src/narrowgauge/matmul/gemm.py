@@ -8,8 +8,6 @@ block's float32 scale is rounded to float32, and multiplied there. The float32 s
 tensor multiplies the sum instead, in float32.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from typing import Any

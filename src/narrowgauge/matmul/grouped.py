@@ -6,8 +6,6 @@ which loop over the experts. Values and gradients are those of a
 :class:`~narrowgauge.matmul.linear.Linear` on the tokens of each expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@
 * **last block**: of the model's blocks, the last share that a compute's ``keep_last`` names.
 """
 
-from __future__ import annotations
-
 import warnings
 
 from torch import nn

@@ -19,8 +19,6 @@ a row fits int8. A thin 16-bit matmul adds them, times the widened codes. Source
 2022, LLM.int8() (2208.07339), section 3.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

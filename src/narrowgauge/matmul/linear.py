@@ -5,8 +5,6 @@ compute of :mod:`narrowgauge.spec.computes`. Parameters, names and ``state_dict`
 layer's. :func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

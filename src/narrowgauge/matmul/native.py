@@ -10,8 +10,6 @@ two small matrices whose product is exact in any order. If it raises or is off b
 said, and its products are emulated.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -1,7 +1,5 @@
 """Swap a model's linear layers and experts to other computes, in place, behind one handle."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Arithmetic on tensors: rounding, casts, exact sums, hashes, metrics."""
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,5 @@
 """Read tensors chunk by chunk, so that uncompiled code needs little memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -10,8 +10,6 @@ norm's gradient, and the sum over ranks is the gradient. :func:`gradient_of` is 
 ``p.grad``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

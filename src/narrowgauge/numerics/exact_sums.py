@@ -24,8 +24,6 @@ words may be a tie of float32 although the sum is not one. So if that addition r
 it to *odd*: an odd float64 is not a tie.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

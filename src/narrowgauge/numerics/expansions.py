@@ -19,8 +19,6 @@ Popescu 2017 (pairs); Yu et al. 2024 (Collage), whose Grow, Scaling and Mul are 
 :func:`mul` here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

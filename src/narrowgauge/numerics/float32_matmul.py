@@ -10,8 +10,6 @@ multiplies the operands' format. Otherwise one operator does all three matmuls. 
 original operands for backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The hash of a tensor is the sum, modulo 2^64, of a hash of every element's bits 
 integer sum does not depend on order. So the hashes of shards add up to the hash of the whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -10,8 +10,6 @@ Fractions of lost elements count that. The sums of one small tensor are noisy: a
 steps first. None of these functions waits for a device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ A group with a NaN or an infinity gets the scale NaN: all of it becomes NaN. Mag
 count as 2^-100 for a scale. Zeros may lose their sign.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -19,8 +19,6 @@ any other value. An infinity stays one. A finite value that rounds past the larg
 (IEEE 754). A NaN becomes the one quiet NaN of its format, without a sign (:func:`canonical_bits`).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

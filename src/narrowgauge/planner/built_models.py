@@ -2,8 +2,6 @@
 the meta device, without memory or guesses.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Rates are in one direction and per chip, as in the table of chips.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Estimates: the memory and the time of a job, with the intervals of published runs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any

@@ -3,8 +3,6 @@
 Memory, time and every number of an answer are functions of a job.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any

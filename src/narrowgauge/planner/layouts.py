@@ -9,8 +9,6 @@ and context axes. They also lie inside the tensor axis, unless tensor ranks shar
 matrices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Mapping

@@ -2,8 +2,6 @@
 folder of the Hugging Face Trainer, or the arguments of :class:`~narrowgauge.planner.measured_run.MeasuredRun`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import median_high

@@ -12,8 +12,6 @@ answer is what was measured. TRUST and the intervals are of pairs of published r
 their base: there the plan stands as it is, without an interval.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

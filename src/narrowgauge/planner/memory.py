@@ -8,8 +8,6 @@ Source: Korthikanti et al., arXiv 2205.05198, section 4 (activations); Rajbhanda
 arXiv 1910.02054, section 5 (state).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from narrowgauge.planner.job import Job

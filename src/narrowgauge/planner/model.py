@@ -4,8 +4,6 @@ A preset of the trainer answers at once. transformers builds a configuration on 
 without memory. We read its parameters and guess none.
 """
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans: try recipes on machines, each in its best layout, and sort them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 and the step of the best option. 1 GB is 10^9 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

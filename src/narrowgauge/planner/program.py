@@ -5,8 +5,6 @@ it keeps in memory. It never decides what can run: other programs change within 
 says what trains: everything, or adapters over frozen weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

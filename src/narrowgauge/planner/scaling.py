@@ -4,8 +4,6 @@ The time of a job on N chips is divided work plus a rest: T(N) = a/N + b. So its
 the line a + b N. Two times fit any such law, so nothing checks them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from statistics import linear_regression

@@ -4,8 +4,6 @@ Tensor ranks share a node. Stages hold at least one layer each. Context ranks sp
 only. All data ranks share the state: ZeRO-3, or ZeRO-1 beside stages, which keep their weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

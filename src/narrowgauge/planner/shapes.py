@@ -4,8 +4,6 @@ Parameters, operations, state and exchanges are sums over one list of weights, s
 A hybrid is a list of several kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -8,8 +8,6 @@ Source: Narayanan et al., arXiv 2104.04473 (schedules); Korthikanti et al., arXi
 (recomputation); Isaev et al., Calculon, SC 2023 (overlap).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from narrowgauge.planner.job import FITTED, Job

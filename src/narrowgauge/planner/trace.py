@@ -3,8 +3,6 @@
 Names decide (``data/trace_names.toml``). Kernels that run at once all count.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

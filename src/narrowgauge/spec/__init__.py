@@ -7,8 +7,6 @@ Tables: ``formats``, ``computes`` (with slots), ``storages`` (with codes), ``red
 updates. The optimizer, trainer, documentation and tests read the same tables.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

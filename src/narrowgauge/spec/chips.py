@@ -5,8 +5,6 @@ They publish link rates in one direction or both. In ``data/chips.toml`` every p
 chip. Every link rate is in one direction.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ integer format has equal steps everywhere.
      0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -10,8 +10,6 @@ Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` and ``ScaledBlasUtils.cpp``
 refuse all other operands; cuBLAS, "Narrow Precision Data Types Usage".
 """
 
-from __future__ import annotations
-
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import Compute, Product
 

@@ -6,8 +6,6 @@ narrow formats (widths are multiples of 32, heads are of 32 or 64). The large mo
 shapes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecipeError, suggestion

@@ -6,8 +6,6 @@ a 16-bit format alone, by which libraries mean different weights and moments. Wi
 (``bf16/word``) it is the compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ a small table: N + M + K entries give N × M × K recipes. :mod:`narrowgauge.spe
 recipes from names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecipeError

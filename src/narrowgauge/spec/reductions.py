@@ -10,8 +10,6 @@ micro-batches that each rank added before. A reduction states how much a sum may
 it depends on any of these (:mod:`narrowgauge.distributed`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from narrowgauge.spec.formats import get_format

@@ -1,7 +1,5 @@
 """Checks of single values: numbers within bounds, and one of some names."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

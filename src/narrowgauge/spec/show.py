@@ -4,8 +4,6 @@ Each table is a list of dicts, derived from the same values that the rest of the
 with. ``--json`` prints the same figures as a terminal and the documentation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from operator import attrgetter

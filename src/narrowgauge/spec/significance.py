@@ -2,8 +2,6 @@
 audit of steps.
 """
 
-from __future__ import annotations
-
 MIN_EDQ = 0.9
 """A storage with a lower effective descent quality loses its updates."""
 

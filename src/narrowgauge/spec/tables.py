@@ -1,7 +1,5 @@
 """Tables with named columns, as aligned text or JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The one reader of TOML: recipes, settings, clusters, run folders, and the package's own tables."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ The checks of options, ``narrowgauge plan --rule`` and ``narrowgauge show rules`
 new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

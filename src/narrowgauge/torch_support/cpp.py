@@ -5,8 +5,6 @@ hash of its text, flags and processor, whatever compiler built it: what it compu
 each process. It is built beside its place and renamed, so that no process loads half of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

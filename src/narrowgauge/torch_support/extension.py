@@ -1,7 +1,5 @@
 """Classes that add methods to a user's module, which stays the same object."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ All processors multiply float32. PyTorch multiplies other formats in scalar loop
 than float32. So callers multiply them as float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

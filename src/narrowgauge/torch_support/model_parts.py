@@ -10,8 +10,6 @@
 * **Adapters** are what PEFT's layers name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import Any, NamedTuple

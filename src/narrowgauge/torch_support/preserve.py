@@ -1,7 +1,5 @@
 """Run a model without leaving a trace in it: repeat a failed step, or compare a step with float32."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator

@@ -6,8 +6,6 @@ values* expose it: random bits, which have every magnitude and sign; half have s
 mantissas: so many are ties between two values of a lower-precision format.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import warnings

@@ -43,8 +43,6 @@ A release that renames one of these fails here, with a plain ImportError or Attr
 nowhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -3,8 +3,6 @@
 A launch with :data:`LAUNCH` fuses no multiply-add. Triton's interpreter runs the same text on a CPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import lru_cache

@@ -7,8 +7,6 @@ comparison stops. A run that diverges is a result like any other. The same ``nar
 continues a stopped comparison. Recipes and seeds may be added.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -2,8 +2,6 @@
 evaluated.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from pathlib import Path
