@@ -198,20 +198,18 @@ def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> N
         )
 
 
-def make_narrow(name: str, module: nn.Module, compute: Compute, seed: int) -> None:
+def make_narrow(name: str, module: Any, compute: Compute, seed: int) -> None:
     """Make a linear layer a :class:`Linear`.
 
     It stays the same object, so hooks and references stay valid.
     """
     transposed = is_transposed(module)
-    weight = cast(Tensor, module.weight)
     kind: Any = type(module)
     if kind is nn.Linear or not isinstance(module, nn.Linear):
         kind = Linear
     elif not issubclass(kind, Linear):  # keep the additions of a subclass, such as FSDP2's methods
         kind = extended_class(cast(Any, Linear), kind)
     module.__class__ = kind
-    layer = cast(Linear, module)
-    layer.is_transposed = transposed
-    layer.out_features, layer.in_features = matrix_of(layer).shape
-    layer.begin([name], weight.device, compute, seed)
+    module.is_transposed = transposed
+    module.out_features, module.in_features = matrix_of(module).shape
+    module.begin([name], module.weight.device, compute, seed)

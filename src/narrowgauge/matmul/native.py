@@ -10,7 +10,7 @@ two small matrices whose product is exact in any order. If it raises or is off b
 said, and its products are emulated.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def has_kernel(product: Product, device: torch.device) -> bool:
     return not prove(name, (lhs, rhs, device), "The kernel", lambda: _compare(lhs, rhs, device))
 
 
-@lru_cache(None)
+@cache
 def architecture_of(device: torch.device) -> str | None:
     """Return ``"sm90"`` and the like; ``None`` without a GPU of NVIDIA: no other chip was tried."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ def values_of(operand: Operand) -> Tensor:
 # Functions that casts are compiled from. Their settings are bound.
 
 
-@lru_cache(None)
+@cache
 def bound(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
     return update_wrapper(partial(function, **settings), function)

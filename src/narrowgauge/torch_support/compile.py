@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def call_compiled(size: int, function: Callable[..., Any], *arguments: Tensor | 
     return compiled(function)(*arguments)
 
 
-@lru_cache(None)
+@cache
 def compiled(function: Callable[..., Any]) -> Compiled:
     """Return a function compiled for arguments of any size. Its first call takes seconds.
 

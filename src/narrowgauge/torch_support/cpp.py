@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -67,7 +67,7 @@ def _command(compiler: str) -> tuple[str, ...]:
     return tuple(command)
 
 
-@lru_cache(None)
+@cache
 def cache_folder(chosen: str) -> Path:
     """Return the folder of built libraries: the chosen one, or ``narrowgauge`` in the user's folder
     of caches; or one of this process, where none can be written.
@@ -81,7 +81,7 @@ def cache_folder(chosen: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="narrowgauge-"))
 
 
-@lru_cache(None)
+@cache
 def build(text: str) -> ctypes.CDLL:
     """Return the library of a text. Build it, unless this machine has done so before.
 

@@ -1,7 +1,7 @@
 """Classes that add methods to a user's module, which stays the same object."""
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
 
     The class is in no module, so it is made again from the plain one.
     """
-    reduced = cast(tuple[Any, ...], object.__reduce_ex__(module, max(2, protocol)))
+    reduced = object.__reduce_ex__(module, max(2, protocol))
     return (_empty_module, module._made_of, *reduced[2:])
 
 

@@ -9,7 +9,7 @@ than float32. So callers multiply them as float32.
 import contextlib
 import os
 import platform
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 # Instruction sets that multiply a format; any of them suffices.
@@ -26,7 +26,7 @@ def multiplies(format: str) -> bool:
     return format in ("float32", "float64") or bool(_usable & _MULTIPLYING.get(format, set()))
 
 
-@lru_cache(None)
+@cache
 def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return this processor's instruction sets by Linux's names, none elsewhere."""
     return frozenset((_cpuinfo("flags", cpuinfo) or _cpuinfo("features", cpuinfo)).split())

@@ -5,7 +5,7 @@ A launch with :data:`LAUNCH` fuses no multiply-add. Triton's interpreter runs th
 
 import importlib.util
 import sys
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -22,7 +22,7 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or INTERPRET
 
 
-@lru_cache(None)
+@cache
 def load(name: str, interpret: bool = False) -> ModuleType:
     """Return a module of ``@triton.jit`` functions, compiled at their first launch, or interpreted.
 

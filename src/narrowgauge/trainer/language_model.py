@@ -11,7 +11,7 @@ which is divided once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             f"Cannot train '{model}' because its logits depend on later tokens, which are the targets.",
             "Name a causal language model, such as Llama or GPT-2.",
         )
-    return cast("PreTrainedModel", built.train())
+    return built.train()
 
 
 @torch.no_grad()

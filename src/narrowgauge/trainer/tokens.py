@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,7 +96,7 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
             f"Cannot use the tokenizer in {path}: it has no token that ends a document.",
             "Write eos_token in its tokenizer_config.json.",
         )
-    return cast("PreTrainedTokenizerFast", tokenizer)
+    return tokenizer
 
 
 def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: Path) -> Path:
