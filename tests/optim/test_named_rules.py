@@ -10,7 +10,7 @@ from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.update_rules import UPDATE_RULES
-from optim.pairs import narrow
+from optim.pairs import build, narrow
 from optim.scenarios import OPTIMIZERS
 
 
@@ -27,5 +27,5 @@ def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_step
     options = inspect.signature(OPTIMIZERS[rule]).parameters.keys()
     assert {"params", "options", *row.option_names} - {"seed"} == options
     assert "weight_decay" in row.settings
-    optimizer = OPTIMIZERS[rule]([narrow(2, 2)])
+    optimizer = build(rule, [narrow(2, 2)], "word")
     assert optimizer.rule.name == rule and isinstance(optimizer.rule, MatrixRule) == row.is_matrix
