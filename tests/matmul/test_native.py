@@ -31,7 +31,6 @@ NATIVE_ON = ("float8-row", "float8-tensor")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
-every_place = pytest.mark.parametrize("place", PLACES)
 MIXED = []
 """A compute of each pair of scales that a kernel takes."""
 for left, right in itertools.product(("none", "tensor", "row"), repeat=2):
@@ -74,7 +73,7 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
 
 
 @pytest.mark.parametrize("row", [*map(COMPUTES.get, NATIVE_ON), *MIXED], **names)
-@every_place
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_native_product_is_the_exact_one_rounded_once(
     row: Compute, place: str, shape: tuple[int, int, int]

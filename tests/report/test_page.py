@@ -113,6 +113,10 @@ ODD = {
 }  # fmt: skip
 
 
+DRAWN = {"one step": r"h\.1", "gaps": r"L[\d. ]+M[\d. ]+L"}
+"""What a curve consists of: a mark, or parts."""
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_every_figure_is_whole_whatever_the_record_holds(name: str) -> None:
     page = page_of(make_run(**ODD[name]), make_run("float32/master"))
@@ -120,6 +124,7 @@ def test_every_figure_is_whole_whatever_the_record_holds(name: str) -> None:
         minidom.parseString(svg.removesuffix("</figure>"))
         assert not re.search(r"[\d\"M] ?-?(nan|inf)[\" LMhV]", svg.partition("</desc>")[2])
     assert page.count("<figure>") >= 2 and "<script" not in page
+    assert re.search(DRAWN.get(name, ""), page) and not re.search(r' d="[^M"]', page)
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────

@@ -55,7 +55,7 @@ COMMANDS = {
     "train --recipe float8-rwo": ("RecipeError", "no recipe is named 'float8-rwo'. Did you mean 'float8-row'?"),
     "train --recipe x/word": ("RecipeError", "no compute is named 'x'"),
     "train --recipe recipe.toml": ("RecipeError", "no recipe is named"),
-    "train --model lama": ("RecipeError", "no model is named 'lama'"),
+    "train --model llama-120m": ("RecipeError", "named 'llama-120m'. Did you mean 'llama-125m'"),
     "train --steps 0": ("RecipeError", "steps = 0: it must be one integer and at least 1"),
     "train --lr nan": ("RecipeError", "lr = nan: it must be one finite number and at least 0"),
     "train --max-grad-norm -1": ("RecipeError", r"max_grad_norm = -1\.0: it must be one finite number"),
