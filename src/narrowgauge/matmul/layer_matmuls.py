@@ -30,7 +30,7 @@ from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.float32_matmul import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute
 
-REGISTERED: dict[str, Compute] = dict(COMPUTES)
+REGISTERED = dict(COMPUTES)
 """Computes by the name that graphs hold: the table's, and those that :func:`register` adds."""
 
 

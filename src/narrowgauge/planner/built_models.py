@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from narrowgauge.errors import DataError, NarrowgaugeError
+from narrowgauge.errors import DataError, NarrowgaugeError, require_package
 from narrowgauge.planner.shapes import Architecture, Layers, WeightShape, parameters_of
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")  # fmt: skip
@@ -43,6 +43,7 @@ def of_config(config: Any, name: str) -> Architecture:
 
 def _built(config: Mapping[str, Any]) -> Any:
     """Return the causal language model of a configuration on the meta device."""
+    require_package("transformers")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 from narrowgauge.planner.job import Job
 from narrowgauge.planner.memory import host_bytes, memory_of, outside_bytes
@@ -10,7 +9,7 @@ from narrowgauge.planner.step_time import step_of
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
 
-ERRORS: dict[str, Any] = load_data("errors", "planner")
+ERRORS = load_data("errors", "planner")
 """Ends of the 80 % intervals of measured over planned values, of published runs that were asked by
 name; and ``next``, the half widths by what differs between two runs.
 """

@@ -5,7 +5,6 @@ Memory, time and every number of an answer are functions of a job.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 from narrowgauge.planner.cluster import Cluster
 from narrowgauge.planner.layouts import Layout
@@ -18,9 +17,9 @@ from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
-FITTED: dict[str, Any] = load_data("fitted", "planner")
+FITTED = load_data("fitted", "planner")
 """The numbers that no data sheet has, each with its meaning and its source in the file."""
-FOREIGN_RULES: dict[str, float] = load_data("rules", "planner")
+FOREIGN_RULES = load_data("rules", "planner")
 """Bytes of state a parameter of rules that this project does not step."""
 
 

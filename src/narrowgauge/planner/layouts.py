@@ -22,7 +22,7 @@ from narrowgauge.spec.reductions import ACCUMULATION_DTYPES
 from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.toml import refuse_unknown
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
+_CHOICES = {
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "accumulation_dtype": ACCUMULATION_DTYPES,

@@ -9,13 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
+from narrowgauge.errors import DataError, RecipeError, suggestion
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.shapes import Architecture, Layers, WeightShape
 from narrowgauge.spec.models import MODELS, Model
 from narrowgauge.spec.toml import load_data
 
-CONFIGS: dict[str, Any] = load_data("presets", "planner")
+CONFIGS = load_data("presets", "planner")
 """Configurations of transformers by the name of a preset that the trainer does not build."""
 
 
@@ -73,11 +73,9 @@ def read_model(model: Any) -> Architecture:
     except (OSError, TypeError, ValueError) as error:
         advice = "It must be a Hugging Face config.json."
         raise DataError(f"Cannot read {file}: {error}.", advice) from error
-    require_package("transformers")
     return of_config(config, text)
 
 
 @lru_cache
 def _of_named(name: str) -> Architecture:
-    require_package("transformers")
     return of_config(CONFIGS[name], name)

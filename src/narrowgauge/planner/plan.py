@@ -38,7 +38,7 @@ FOREIGN_RECIPES = ("bfloat16/naive", "bfloat16/master")
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order of the recipes then stays."""
 MOST_CHANGES = 4
-_CHANGES: list[dict[str, Any]] = load_data("changes", "planner")["changes"]
+_CHANGES = load_data("changes", "planner")["changes"]
 
 
 def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Plan:
@@ -186,11 +186,10 @@ def _refuse(recipe: Recipe, chip: Chip, optimizer: str) -> None:
             f"Cannot run {recipe.name}: {chip.name} does not multiply {recipe.dtype}.",
             "Name another.",
         )
-    if optimizer in FOREIGN_RULES:
-        return
-    rule = UPDATE_RULES[optimizer]
-    row = recipe.storage.with_states(rule.moments.items())
-    refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
+    rule = UPDATE_RULES.get(optimizer)
+    if rule is not None:
+        row = recipe.storage.with_states(rule.moments.items())
+        refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
 def _place(job: Estimate) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ says what trains: everything, or adapters over frozen weights.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_values
@@ -25,7 +24,7 @@ section 3).
 
 LOSSES = load_data("losses", "planner")
 """Losses by name, with the bytes of a logit that each keeps and moves."""
-_CHOICES: dict[str, tuple[Any, ...]] = {
+_CHOICES = {
     "kernels": ("eager", "compiled"),
     "loss": tuple(LOSSES),
     "release": (False, True),

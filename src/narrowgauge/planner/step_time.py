@@ -17,7 +17,7 @@ from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
 
-_SHARES: dict[str, float] = FITTED["shares"]
+_SHARES = FITTED["shares"]
 _AGAIN = {"none": 0.0, "selective": 0.3, "full": 1.0}
 _ATTENTION_PASSES = 3.5  # forward 1, backward 2.5: a flash kernel computes the scores again
 _STREAMS = 22  # tensors of the stream that a layer moves: norms 10, residuals 4, rotary 8

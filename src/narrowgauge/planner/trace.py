@@ -14,7 +14,7 @@ from narrowgauge.planner.plan_result import duration_text
 from narrowgauge.spec.tables import Table, table_of
 from narrowgauge.spec.toml import load_data
 
-_GROUPS: dict[str, str] = load_data("trace_names", "planner")
+_GROUPS = load_data("trace_names", "planner")
 
 
 def is_trace(path: Path) -> bool:

@@ -30,7 +30,7 @@ Granularity = str
 """
 _ACCUMULATIONS = ("float32", "promoted", "fast", "int32")
 
-_WORDS: dict[str, tuple[str, ...]] = {
+_WORDS = {
     "scale": ("float32", "float8_e8m0fnu", "float8_e4m3fn"),
     "rounding": ("nearest", "stochastic"),
     "scale_rounding": ("up", "floor"),
@@ -346,7 +346,7 @@ def _computes() -> dict[str, Compute]:
     return computes
 
 
-COMPUTES: dict[str, Compute] = _computes()
+COMPUTES = _computes()
 
 
 # ── slots: the six operands ───────────────────────────────────────────────────────────────────────
@@ -377,7 +377,7 @@ class Slot:
     random_key: int = 0
 
 
-SLOTS: dict[str, Slot] = {
+SLOTS = {
     "output.left": Slot("output", "input", dim=1),
     "output.right": Slot("output", "weight", dim=1),
     "grad_input.left": Slot("grad_input", "gradient", dim=1, random_key=3),

@@ -17,15 +17,15 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_data
 
 _NAMES = load_data("aliases")
-SPELLINGS: dict[str, str] = _NAMES["spellings"]
+SPELLINGS = _NAMES["spellings"]
 """Short spellings of formats at the beginning of a name, up to a dash."""
-ALIASES: dict[str, dict[str, str]] = _NAMES["aliases"]
+ALIASES = _NAMES["aliases"]
 """Names of other libraries, in lower case with formats in full spelling.
 
 ``recipe`` is the full name of a recipe, or a compute that any storage may follow; ``source`` the
 libraries that use the name.
 """
-REFUSED: dict[str, dict[str, Any]] = _NAMES["refused"]
+REFUSED = _NAMES["refused"]
 """Names of other libraries that say too little of a recipe, and published methods that are none.
 
 ``nearest`` is what comes nearest, ``why`` what they keep that it does not.

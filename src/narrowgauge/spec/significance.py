@@ -6,7 +6,7 @@ MIN_EDQ = 0.9
 """A storage with a lower effective descent quality loses its updates."""
 
 
-_QUANTILES: dict[float, tuple[float, ...]] = {
+_QUANTILES = {
     0.9: (
         6.313752, 2.919986, 2.353363, 2.131847, 2.015048, 1.943180, 1.894579, 1.859548, 1.833113, 1.812461,
         1.795885, 1.782288, 1.770933, 1.761310, 1.753050, 1.745884, 1.739607, 1.734064, 1.729133, 1.724718,

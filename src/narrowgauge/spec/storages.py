@@ -103,7 +103,7 @@ class Code:
 
 
 _ROWS = load_data("storages")
-CODES: dict[str, Code] = {name: Code(**row) for name, row in _ROWS["codes"].items()}
+CODES = {name: Code(**row) for name, row in _ROWS["codes"].items()}
 """Codes by name."""
 WINDOW = CODES["e6m5"].lowest
 """Where the windows of `word` begin: a first moment's at ``2**WINDOW``, a second one's at its square.
@@ -112,7 +112,7 @@ Saved states name it.
 FLOAT32 = CODES["float32"]
 BFLOAT16 = CODES["bfloat16"]
 
-VISIBLE: dict[str, tuple[int, int, int]] = {
+VISIBLE = {
     "float32": (32, 0, 0),
     "bfloat16": (16, 16, 0),
     "float16": (16, 13, -112),
@@ -317,7 +317,7 @@ def _storages() -> dict[str, Storage]:
     return storages
 
 
-STORAGES: dict[str, Storage] = _storages()
+STORAGES = _storages()
 
 
 def get_storage(name: str) -> Storage:

@@ -103,7 +103,7 @@ def is_traced() -> bool:
     )
 
 
-is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_transformed = torch._C._are_functorch_transforms_active
 """Return whether a transform of ``torch.func`` is active."""
 
 

@@ -135,10 +135,6 @@ class Settings:
         return replace(self, model=model, data=data, out=str(self.folder))
 
 
-NAMES = frozenset(field.name for field in fields(Settings))
-"""The names of all settings. A record with exactly these is the trainer's."""
-
-
 def known_model(name: str) -> str:
     """Return the full name of a preset, the path of a model folder, or a name of the hub."""
     folder = Path(name).expanduser()
@@ -237,7 +233,7 @@ def _has_settings(folder: Path) -> bool:
 def _notes_of_record(folder: Path) -> dict[str, Any]:
     """Return the notes of a run without a checkpoint: it ended, lost its checkpoints, or begins again."""
     run = read_run(folder)
-    if set(run.config) != NAMES:  # of another program
+    if run.config.keys() != Settings.__dataclass_fields__.keys():  # of another program
         require_free(folder)
     last = run.last_step.get("step", 0)
     return {

@@ -50,7 +50,7 @@ def read_texts(source: Path) -> Iterator[str]:
             ) from error
 
 
-SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+SAFELY = {"local_files_only": True, "trust_remote_code": False}
 """Options of transformers: it downloads nothing, and no code of a model runs."""
 
 
