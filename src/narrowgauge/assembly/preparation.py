@@ -206,7 +206,7 @@ def _narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> None:
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
     wide = COMPUTES[recipe.dtype] if is_slow or is_scaled else None
     compute = recipe.compute if recipe.compute.name != recipe.dtype else wide
-    roles: dict[str, str] = {}
+    roles = {}
     if not recipe.compute.is_wide:
         roles = roles_of(model, recipe.compute.keep_last, warns=True)
 

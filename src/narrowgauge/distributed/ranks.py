@@ -79,8 +79,8 @@ class Ranks:
         """
         if self.size == 1:
             return function()
-        results: list[T] = []
-        failure: BaseException | None = None
+        results = []
+        failure = None
         try:
             results.append(function())
         except BaseException as error:

@@ -431,7 +431,7 @@ def _unused(which: str) -> RecipeError:
 
 def _groups_of(model: nn.Module, fsdp: Sequence[tuple[Any, Any]], mesh: Any) -> list[Any]:
     """Return the process groups over which a model's gradients are summed, shards first."""
-    groups: list[Any] = []
+    groups = []
     meshes = {torch_names.fsdp_mesh(group) for _, group in fsdp}
     if meshes:
         fsdp_mesh, *dims = meshes.pop()

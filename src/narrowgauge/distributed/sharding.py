@@ -44,7 +44,7 @@ def shard(
     )
 
     require_mesh(mesh)
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
+    options = {"mesh": mesh, "offload_policy": OffloadPolicy()}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if wire:

@@ -66,7 +66,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
-        model: Any = named["model"]
+        model = named["model"]
         settings = {name: getattr(args, name) for name in _SETTINGS}
         self._audit: dict[str, float] = {}
         self._open(

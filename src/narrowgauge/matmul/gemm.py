@@ -10,7 +10,6 @@ tensor multiplies the sum instead, in float32.
 
 import warnings
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +136,7 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     columns]``, rounded to float32.
     """
     rows, columns = a.shape[0], b.shape[1]
-    multiply_part: Any = torch._int_mm
+    multiply_part = torch._int_mm
     terms = INT32_TERMS
     if a.is_cuda:
         # Its kernel takes more than 16 rows.
@@ -191,7 +190,7 @@ class EmulationNotice(UserWarning):
 
 @cache
 def warn_if_emulated(compute: Compute, device: torch.device) -> None:
-    formats: set[str] = set()
+    formats = set()
     for product in compute.products.values():
         both = {product.left.format, product.right.format}
         if needs_kernel(product):

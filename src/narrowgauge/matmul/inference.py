@@ -175,7 +175,7 @@ class _LazyWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reads: list[tuple[QuantizedLinear, Tensor, int]] = []
+        reads = []
 
         def read(weight: _LazyWeight) -> Tensor:
             with torch.inference_mode(False):  # else a change would not be counted

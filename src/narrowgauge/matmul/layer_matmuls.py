@@ -113,7 +113,7 @@ def gradients(
     outputs, inputs = weight.shape
     grad = grad.contiguous()
     grad_input = grad_weight = grad_bias = None
-    shared: Operand | None = None
+    shared = None
     if needs[0]:
         if slots["grad_input.right"] == "output.right":
             rhs = call.cast(weight, "output.right").transposed()

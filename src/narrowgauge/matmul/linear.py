@@ -152,7 +152,7 @@ def is_linear(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.Linear):
         return type(module).__name__ == "Conv1D"
-    forward: Any = type(module).forward
+    forward = type(module).forward
     names = [base.__name__ for base in type(module).__mro__]
     has_its_product = forward in (nn.Linear.forward, Linear.forward) or "FalconLinear" in names
     has_its_product |= getattr(forward, "is_linear", False)
@@ -187,7 +187,7 @@ def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> N
     """Raise RecipeError for a layer whose forward a framework has replaced: it would not multiply
     as the compute says.
     """
-    forward: Any = type(module).forward
+    forward = type(module).forward
     is_bound = isinstance(module, Linear) or getattr(forward, "is_linear", False)
     if "forward" in vars(module) and not is_bound:
         raise RecipeError(

@@ -2,7 +2,6 @@
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -108,7 +107,7 @@ def swap_linears(
         >>> sorted(linears.layers)
         ['0', '2']
     """
-    roles: Mapping[str, str] = {}
+    roles = {}
     if not callable(compute):
         compute = get_compute(compute)
         if compute.transform:
@@ -160,7 +159,7 @@ def chosen_layers(
             )
     chosen = {}
     for name, module in layers.items():
-        choice: Any = None
+        choice = None
         if name not in roles and not matches(name, keep):
             choice = compute(name) if callable(compute) else compute
         if choice is not None:

@@ -59,7 +59,7 @@ def gradient_of(parameter: Any) -> Tensor | None:
     result replaces ``p.grad``, so ranks communicate once. All ranks of a mesh call this for the
     same parameters in the same order.
     """
-    gradient: Any = parameter.grad
+    gradient = parameter.grad
     if is_sharded(gradient) and is_sharded(parameter):
         placed = _placed(gradient, parameter.placements)
         if placed is not gradient:

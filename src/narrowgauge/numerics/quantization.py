@@ -189,9 +189,7 @@ def rotate(x: Tensor, dim: int) -> Tensor:
     """
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
     if not is_traced():  # the same sums in a third of the calls
-        rows: Tensor = blocks.movedim(dim + 1, 0) * torch.tensor(_SIGNS, device=x.device).view(
-            -1, 1, 1
-        )
+        rows = blocks.movedim(dim + 1, 0) * torch.tensor(_SIGNS, device=x.device).view(-1, 1, 1)
         for half in (1, 2, 4, 8):
             low, high = rows.unflatten(0, (-1, 2, half)).unbind(1)
             rows = torch.stack([low + high, low - high], 1).flatten(0, 2)

@@ -149,7 +149,7 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
 
     A rule for matrices leaves vectors, embedding and head to AdamW.
     """
-    state: dict[str, Parts] = {}
+    state = {}
     for kind in ("trained", "frozen", "states", "whole"):
         state[kind] = dict.fromkeys(a.weights, 0.0)
     trained = [("layers", adapter) for adapter in tuning.adapters(a)]

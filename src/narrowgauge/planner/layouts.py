@@ -171,7 +171,7 @@ def read_values(words: Iterable[str]) -> dict[str, Any]:
         >>> read_values(["chips=128", "recipes=float8-row/word", "sequence-length=16384"])
         {'chips': 128, 'recipes': 'float8-row/word', 'sequence_length': 16384}
     """
-    values: dict[str, Any] = {}
+    values = {}
     for word in filter(str.strip, words):
         name, equals, value = map(str.strip, word.partition("="))
         if not equals:

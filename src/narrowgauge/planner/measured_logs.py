@@ -103,7 +103,7 @@ def of_log(path: Path, asked: Asked) -> Asked:
     run = read_run(path)
     rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second")]
     peaks = [row["peak_memory_bytes"] for row in run.steps if row.get("peak_memory_bytes")]
-    said: Asked = {"peak_gb": max(peaks, default=0) / 1e9}
+    said = {"peak_gb": max(peaks, default=0) / 1e9}
     source = run.run.get(SOURCE, {"file": "", "of_one_chip": False})
     if rates:
         name = "tokens_per_second_per_chip" if source["of_one_chip"] else "tokens_per_second"
@@ -123,7 +123,7 @@ _ASKED = {"model", "recipe", "sequence_length", "batch_size", "gradient_accumula
 def _of_ours(run: Run) -> Asked:
     """Return what the record of a run says; of narrowgauge train, also its question."""
     machine = run.run.get("machine", {})
-    asked: Asked = {"chips": machine.get("ranks", 1)}
+    asked = {"chips": machine.get("ranks", 1)}
     for name, chip in CHIPS.items():
         if chip.device and chip.device == machine.get("device"):
             asked["chip"] = name

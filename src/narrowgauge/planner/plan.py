@@ -133,8 +133,8 @@ def answers(
     require_number("tokens_per_step", tokens_per_step, length)
     usual = "hf-trainer" if tuning.lora else "compiled"
     loop = read_program(program or ("maxtext" if where.chip.vendor == "Google" else usual))
-    jobs: list[Estimate] = []
-    left_out: dict[str, str] = {}
+    jobs = []
+    left_out = {}
     refusal = NarrowgaugeError("")
     for recipe in _recipes(recipes, where.chip, loop, tuning, optimizer):
         try:

@@ -51,7 +51,7 @@ def step_of(job: Job) -> Groups:
 
 @lru_cache
 def _linear_share(chip: Chip) -> float:
-    starts: dict[str, float] = FITTED["linear"]
+    starts = FITTED["linear"]
     return next(starts[start] for start in starts if chip.architecture.startswith(start))
 
 

@@ -79,7 +79,7 @@ def _rows(items: Iterable[Any], keys: str) -> list[Row]:
 
 
 def _aliases() -> list[Row]:
-    rows: list[Row] = [{"name": name, **row} for name, row in parse.ALIASES.items()]
+    rows = [{"name": name, **row} for name, row in parse.ALIASES.items()]
     for name, row in parse.REFUSED.items():
         why = row.get("why", "ambiguous: say which")
         rows.append({"name": name, "recipe": ", ".join(row["nearest"]), "source": why})

@@ -12,7 +12,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -60,7 +60,7 @@ def parts(model: nn.Module) -> Parts:
     words = max([len(table.weight) for table in holders], default=0)
     block_runs = [run for run in runs if _is_of_blocks(run, words)]
     places = list(chain.from_iterable(runs))
-    experts: list[Experts] = []
+    experts = []
     routers: dict[nn.Module, None] = {}
     for place in places or [model]:
         for mixture, scorers in _mixtures(place):
@@ -98,7 +98,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     Whatever asks for a model's weights asks here, so a model has the same parts in every form.
     """
     weights = dict[str, Tensor](module.named_parameters(recurse=False))
-    stored: Any = getattr(module, "stored_weights", dict)
+    stored = getattr(module, "stored_weights", dict)
     weights.update(stored())
     return weights
 
@@ -156,9 +156,9 @@ def _blocks(
 ) -> list[nn.Module]:
     """Return the run of blocks nearest to the tokens' embedding; empty without such a run."""
     parents = _parents(model)
-    blocks: list[nn.Module] = []
+    blocks = []
     best = (-len(parents), 0)
-    owner: nn.Module | None = None
+    owner = None
     for run in runs:
         steps = 0
         scope = parents[run[0]]

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ def preserve_model(model: nn.Module, parameters: Iterable[Tensor] = ()) -> Itera
     At the end restore gradients, buffers, attributes of modules (with their modes) and random
     generators, bit for bit. ``parameters`` are others whose gradients are restored.
     """
-    restore: list[Callable[[], object]] = []
+    restore = []
     for module in model.modules():
         attributes = vars(module)
         for value in (attributes, *attributes.values()):

@@ -179,7 +179,7 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    by_id: dict[int, tuple[Any, Any]] = {}
+    by_id = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

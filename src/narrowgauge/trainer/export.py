@@ -5,7 +5,6 @@ evaluated.
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.runs.paths import new_folder
 from narrowgauge.runs.text import join_names
@@ -35,7 +34,7 @@ def export(folder: Path, out: Path) -> Path:
         from narrowgauge.trainer.train import load
 
         run = load(checkpoint)
-        model: Any = run.model
+        model = run.model
         tables = (model.config, model.generation_config)
         for table in tables:
             table.use_cache = True

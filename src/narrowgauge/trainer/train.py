@@ -227,7 +227,7 @@ def _is_due(step: int, every: int) -> bool:
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """Collect the first SIGINT and SIGTERM. A second one ends the process."""
-    received: list[int] = []
+    received = []
 
     def receive(number: int, frame: Any) -> None:
         received.append(number)

@@ -313,7 +313,7 @@ class _Linear(_Ruled):
             operands.append(self.bias)
         sizes = (root_below(outputs), None, None)[: len(operands)]
         token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
-        multiply: Any = getattr(self, "product", F.linear)
+        multiply = getattr(self, "product", F.linear)
         return leave(multiply(*entered), token, scale, root_below(inputs))
 
 
@@ -423,7 +423,7 @@ def scalify(model: nn.Module) -> None:
 
 def rules_of(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the rules of a model's modules. Refuse a module that needs one and has none."""
-    rules: dict[nn.Module, Any] = {}
+    rules = {}
     for name, module in model.named_modules():
         if isinstance(module, _Ruled):
             raise RecipeError(
