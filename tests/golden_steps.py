@@ -134,7 +134,7 @@ def steps(rule: str, storage: str) -> str:
         for name in ELEMENTWISE:
             group = optimizer.group_of(weight)
             state = optimizer.kernels.local_state(group, weight, optimizer.state[weight])
-            if name in state.names:
+            if name in {**dict(state.storage.states), **state.extras}:
                 states.append(name)
         stored += [optimizer.stored(weight, name) for name in ("weight", *states)]
     planes = [

@@ -5,7 +5,7 @@ optimizer that forgets them before each step. Both have the same outcome: bits, 
 """
 
 import copy
-from itertools import pairwise
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.errors import RecipeError
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES
 from optim.pairs import parameters
 from tensors import parameters_of, set_gradients
 
@@ -78,6 +79,30 @@ def test_what_a_script_does_between_two_steps_is_seen(
         assert outcome(storage, *row, forgets=False) == outcome(storage, *row, forgets=True), row
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int16]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_another_moment_takes_effect_or_is_refused_in_one_line(storage: str) -> None:
+    for name, dtype in itertools.product(STATE_NAMES, DTYPES):
+        optimizer = build(storage)
+        weight = parameters_of(optimizer)[0]
+        for step in range(FIRST_EDITED):
+            set_gradients(parameters_of(optimizer), step, 0.1)
+            optimizer.step()
+        moment = torch.arange(1, 65).view(8, 8).to(dtype)
+        optimizer.state[weight][name] = moment.clone()  # which the step writes
+        weight.grad = torch.zeros_like(weight)
+        try:
+            optimizer.step()
+        except RecipeError as error:
+            assert name in str(error) and "\n" not in str(error)
+        else:
+            beta = {"exp_avg": 0.9, "exp_avg_sq": 0.999}[name]
+            stored = optimizer.stored(weight, name)
+            assert torch.allclose(stored.double(), beta * moment.double(), rtol=2**-7)
+
+
 @pytest.mark.parametrize("storage", ["word", "compact", "kahan", "float32"])
 def test_checks_are_kept_when_two_steps_agree(storage: str) -> None:
     optimizer = build(storage)
@@ -89,5 +114,5 @@ def test_checks_are_kept_when_two_steps_agree(storage: str) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
         optimizer.step()
         rosters.append(optimizer._roster)
-    kept = [after is before for before, after in pairwise(rosters)]
+    kept = [after is before for before, after in itertools.pairwise(rosters)]
     assert kept == [False, True, False, False, False, False]

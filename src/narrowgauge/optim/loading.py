@@ -21,37 +21,50 @@ from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
 
 
-def members_of(groups: list[Group], state_dict: Mapping[str, Any]) -> dict[Any, tuple[int, Tensor]]:
-    """Return the place of the group and the parameter of each key of a state: a number, or a name
-    from a distributed checkpoint.
+def matched(
+    rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]
+) -> tuple[list[Group], dict[Any, tuple[Group, Tensor]]]:
+    """Return our groups with the options of a saved state, and the group and the parameter of each of
+    its keys: a number, or a name from a distributed checkpoint.
 
-    Refuse a state of other groups than the optimizer's, with torch's sentences, or without the numbers
-    of its parameters.
+    Refuse other groups, with torch's sentences, another storage, options that the rule cannot obey,
+    and a state without the numbers of its parameters.
     """
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
-    members: dict[Any, tuple[int, Tensor]] = {}
-    for place, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+    loaded: list[Group] = []
+    members: dict[Any, tuple[Group, Tensor]] = {}
+    for theirs, ours in zip(saved, groups, strict=True):
         if len(theirs["params"]) != len(ours["params"]):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of "
                 "optimizer's group"
             )
+        group = {**ours, **copy.deepcopy(theirs), "params": ours["params"]}
+        if group["storage"] != ours["storage"]:
+            raise RecipeError(
+                f"Cannot load a state of storage '{group['storage']}' into an optimizer of "
+                f"storage '{ours['storage']}'.",
+                "Build the optimizer with the storage of the state, or load "
+                "ng.to_torch_state(old), beside ng.full_weights(model, old).",
+            )
+        check_options(group, rule)
+        loaded.append(group)
         for key, parameter in zip(theirs["params"], ours["params"], strict=True):
-            members[key] = place, parameter
+            members[key] = group, parameter
     if state_dict["state"] and state_dict["state"].keys().isdisjoint(members):
         raise DataError(
             "Cannot load a state whose keys are not numbers of its parameters.",
             "Give the optimizer's state_dict().",
         )
-    return members
+    return loaded, members
 
 
 def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: Group) -> State:
     """Return a new state under a group's options, with the tensors of a saved one.
 
-    Refuse tensors of another storage, rule or shape. What other code has put beside them stays.
+    Refuse tensors of another storage, rule or shape. Notes of other code stay.
     """
     state = kernels.new_state(group, parameter)
     for name, target in state.items():
@@ -74,30 +87,10 @@ def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: 
     return state
 
 
-def loaded_groups(rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]) -> list[Group]:
-    """Return our groups with the options of a saved state. Refuse another storage, and options that
-    the rule cannot obey.
-    """
-    loaded: list[Group] = []
-    for theirs, ours in zip(state_dict["param_groups"], groups, strict=True):
-        group = {**ours, **copy.deepcopy(theirs), "params": ours["params"]}
-        if group["storage"] != ours["storage"]:
-            raise RecipeError(
-                f"Cannot load a state of storage '{group['storage']}' into an optimizer of "
-                f"storage '{ours['storage']}'.",
-                "Build the optimizer with the storage of the state, or load "
-                "ng.to_torch_state(old), beside ng.full_weights(model, old).",
-            )
-        check_options(group, rule)
-        loaded.append(group)
-    return loaded
-
-
 def saved_states(
     kernels: KernelChoice,
-    groups: list[Group],
     entries: Mapping[Any, Any],
-    members: Mapping[Any, tuple[int, Tensor]],
+    members: Mapping[Any, tuple[Group, Tensor]],
 ) -> dict[Any, Any]:
     """Return the states of a state of ours. Entries of other keys stay as they are."""
     states: dict[Any, Any] = {}
@@ -105,13 +98,13 @@ def saved_states(
         if key not in members:
             states[key] = entry
         elif entry:
-            place, parameter = members[key]
-            states[parameter] = loaded_state(kernels, groups[place], parameter, entry)
+            group, parameter = members[key]
+            states[parameter] = loaded_state(kernels, group, parameter, entry)
     return states
 
 
 def torch_states(
-    entries: Mapping[Any, Any], members: Mapping[Any, tuple[int, Tensor]]
+    entries: Mapping[Any, Any], members: Mapping[Any, tuple[Group, Tensor]]
 ) -> dict[Tensor, dict[str, Tensor | int]]:
     """Return the moments of a state of torch's Adam or AdamW, by our parameters."""
     states: dict[Tensor, dict[str, Tensor | int]] = {}

@@ -28,7 +28,7 @@ from narrowgauge.numerics.dtensor import add_up, local_of, place_along, split_gr
 from narrowgauge.numerics.hashing import named_seed, signed
 from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, random_bits
 from narrowgauge.optim.step.bit_layout import fields_of
-from narrowgauge.optim.step.codes import Lane, encode, place_tail, visible_value
+from narrowgauge.optim.step.codes import encode, visible_value, write_weight
 from narrowgauge.optim.step.parameter_formats import is_vector
 from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.state_chunks import chunks_of
@@ -84,30 +84,22 @@ def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
     return offset.masked_fill((magnitude == 0) | (magnitude >= infinity), 0)
 
 
-def random_low_bits(
-    storage: Storage, lane: Lane, random: Tensor, keeps_ones: bool = False
-) -> dict[str, Tensor]:
-    """Return the fields beside a visible weight in place, with random low bits that belong to it.
-
-    Those of 1 and -1 are zero if ``keeps_ones``.
-    """
-    offset = random_offset(storage.visible, lane.visible, random)
-    if keeps_ones:
-        offset = offset.masked_fill(visible_value(storage.visible, lane.visible).abs() == 1, 0)
-    field = fields_of(storage)["weight"]
-    if storage.tail_bits:
-        return {field.name: place_tail(field, offset)}
-    value = visible_value(storage.visible, lane.visible + offset)
-    if not storage.master:
-        # Toward zero, since a low part of half an ulp would be a tie.
-        value = value - visible_value(storage.visible, lane.visible)
-    return {field.name: encode(field, value, 0)}
-
-
 def fill_state(state: LocalState, seed: int, name: str) -> None:
-    """Fill the low bits of a new state of the parameter with a name."""
-    if not has_low_bits(state.storage):
+    """Fill the low bits of a new state of the parameter with a name, within the cells of its weights."""
+    storage = state.storage
+    if not has_low_bits(storage):
         return
     keeps_ones = is_vector(state.owner)
-    for span in chunks_of(state, random_of(state.owner, seed, name)):
-        span.store(random_low_bits(state.storage, span.lane(), span.arguments[0], keeps_ones))
+    for chunk in chunks_of(state, random_of(state.owner, seed, name)):
+        bits = chunk.lane().visible
+        weight = visible_value(storage.visible, bits)
+        offset = random_offset(storage.visible, bits, chunk.arguments[0])
+        if keeps_ones:
+            offset = offset.masked_fill(weight.abs() == 1, 0)
+        value = visible_value(storage.visible, bits + offset)
+        if storage.weight.parts == 2:
+            # Toward zero, since a low part of half an ulp would be a tie.
+            field = fields_of(storage)["weight"]
+            chunk.store({field.name: encode(field, value - weight, 0)})
+        else:
+            chunk.store(write_weight(storage, value, 0)[1])

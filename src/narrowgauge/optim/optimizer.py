@@ -12,7 +12,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -25,14 +24,14 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.audit.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import step_control
 from narrowgauge.optim.kernel_choice import Group, KernelChoice
-from narrowgauge.optim.loading import loaded_groups, members_of, saved_states, torch_states
+from narrowgauge.optim.loading import matched, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
 from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.step.parameter_formats import (
     KEPT,
     ROUNDED,
-    batch_norm_parameters,
+    batch_norms,
     float32_row,
     is_shared_by_ranks,
     refuse_shared_memory,
@@ -110,9 +109,8 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", **others: Any,
     ) -> None:  # fmt: skip
-        names = signature(type(self)).parameters.keys() | signature(Optimizer).parameters.keys()
-        unnamed = {"params", "rule", "defaults", "options", "others"}
-        validation.check_arguments(type(self), sorted(names - unnamed), others)
+        names = {*defaults, *Optimizer.__init__.__kwdefaults__}
+        validation.check_arguments(type(self), sorted(names), others)
         validation.check_options(defaults, rule)
         require_choice("compile", compile, (None, True, False))
         require_number("lr", defaults["lr"])
@@ -123,7 +121,8 @@ class Optimizer(torch.optim.Optimizer):
         self._begin()
         self._stays_float32: set[Tensor] = set()
         if isinstance(params, nn.Module):
-            self._stays_float32 = batch_norm_parameters(params)
+            for norm in batch_norms(params):
+                self._stays_float32.update(norm.parameters(recurse=False))
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
         self.kernels = KernelChoice(rule)
@@ -343,10 +342,9 @@ class Optimizer(torch.optim.Optimizer):
         if name == "weight" and not self.has_state(parameter):
             return parameter.detach().to(torch.float32, copy=True)
         state = self.kernels.local_state(group, parameter, self.state.get(parameter, {}))
-        if name not in ("weight", *state.names):
-            raise KeyError(
-                f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
-            )
+        names = "weight", *dict(state.storage.states), *state.extras
+        if name not in names:
+            raise KeyError(f"rule '{state.kernel.rule.name}' has {names}, not '{name}'")
         values = stored(state, name)
         return values if name in state.extras else placed_like(parameter, values)
 
@@ -398,7 +396,7 @@ class Optimizer(torch.optim.Optimizer):
         # Autocast would round the operands of matrix rules.
         with torch.autocast(control.device.type, enabled=False):
             run(self, roster.batches, control)
-        # A skipped step counts where this is not known yet, which settles later.
+        # On a device the decision is not known yet. Then a skipped step counts, and is undone later.
         if control.is_cpu:
             self._pending = control[1], []
         else:
@@ -480,14 +478,13 @@ class Optimizer(torch.optim.Optimizer):
             mended = hook(self, state_dict)
             if mended is not None:
                 state_dict = mended
-        members = members_of(self.param_groups, state_dict)
-        groups = loaded_groups(self.rule, self.param_groups, state_dict)
+        groups, members = matched(self.rule, self.param_groups, state_dict)
         if any("storage" not in group for group in state_dict["param_groups"]):
             moments = torch_states(state_dict["state"], members)
             self.adopt({p: self.stored(p) for p in moments}, moments)
             states: Mapping[Any, Any] = self.state
         else:
-            states = saved_states(self.kernels, groups, state_dict["state"], members)
+            states = saved_states(self.kernels, state_dict["state"], members)
         self.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
         for loaded in self._optimizer_load_state_dict_post_hooks.values():
             loaded(self)

@@ -215,7 +215,7 @@ class Muon(Optimizer):
 
         A later group takes the ``betas`` of the first.
         """
-        if not {"betas"} & {*self.defaults, *param_group}:
+        if "betas" not in {**self.defaults, **param_group}:
             param_group["betas"] = self.param_groups[0]["betas"]
         super().add_param_group(param_group)
 

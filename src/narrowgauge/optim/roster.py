@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.numerics.exact_sums import exact_squares, total_over_ranks
 from narrowgauge.optim import validation
@@ -71,7 +72,11 @@ class Roster:
         self.ends = []
         work = []
         for place, group in enumerate(optimizer.param_groups):
-            validation.check_was_added(place, group)
+            if "storage" not in group:
+                raise RecipeError(
+                    f"Cannot step param group {place} because it has no 'storage'.",
+                    "Add a group by optimizer.add_param_group, which fills in the defaults.",
+                )
             validation.check_options(group, optimizer.rule)
             for state, gradient, is_plain in checked(optimizer, group):
                 work.append((place, state))

@@ -34,8 +34,10 @@ HOW = ("fused", "foreach", "capturable", "differentiable")
 NEVER = {
     "maximize": "Negate the loss: a step goes against the gradient.",
     "amsgrad": "Leave it out: no storage keeps the largest second moment.",
+    "max_grad_norm": "Leave it out of param groups: max_grad_norm= is the optimizer's, for all groups. "
+    "With ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
 }
-"""Options of ``torch.optim`` that no rule obeys, and what to do instead."""
+"""Options that no rule obeys, and what to do instead."""
 
 
 def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
@@ -43,15 +45,6 @@ def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
     for name in group:
         check_option(group, name, rule)
     _check_vectors(group, rule)
-
-
-def check_was_added(place: int, group: Mapping[str, Any]) -> None:
-    """Refuse a param group that a script appended to ``param_groups``."""
-    if "storage" not in group:
-        raise RecipeError(
-            f"Cannot step param group {place} because it has no 'storage'.",
-            "Add a group by optimizer.add_param_group, which fills in the defaults.",
-        )
 
 
 def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
@@ -86,12 +79,6 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
     elif name == "rule":
         rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
         require_choice(name, value, rules)
-    elif name == "max_grad_norm" and value:
-        raise RecipeError(
-            f"Cannot set {name} = {value} in a param group.",
-            "Leave it out: max_grad_norm= is the optimizer's, for all groups. With "
-            "ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
-        )
     elif row is not None and name in row.option_names:
         row.check(name, value)
         momentum = group.get("momentum")

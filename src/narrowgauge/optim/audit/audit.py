@@ -210,10 +210,9 @@ class Auditor:
 
     def after(self, batch: Batch, sample: AuditSample) -> None:
         """Compare what was stored with what was intended."""
-        sample.step += 1
-        if sample.before is not None:
-            self.fresh.append((sample, HostCopy(sample.sums(batch))))
-            sample.before = None
+        sums = sample.compare(batch)
+        if sums is not None:
+            self.fresh.append((sample, HostCopy(sums)))
 
     def _append(self, owners: Sequence[Tensor | None], sums: Tensor) -> list[int]:
         """Put the sums and the number of a step in the place of the oldest ones. Return the places of
@@ -237,28 +236,30 @@ class Auditor:
         self.last = None
         if not self.fresh:
             return []
-        members: list[tuple[Tensor, Storage]] = []
+        owners: list[Tensor] = []
+        storages: list[Storage] = []
         rows = []
         for sample, copy in self.fresh:
-            members += [(owner, sample.storage) for owner in sample.owners]
+            owners += sample.owners
+            storages += [sample.storage] * len(sample.owners)
             rows.append(copy.cpu())
         self.fresh = []
         sums = torch.cat(rows)
         total = sums.sum(0)
         self.last = total[:-1].clone()
         total[-1] = sums[:, -1].amax()
-        places = self._append([owner for owner, _ in members], sums)
+        places = self._append(owners, sums)
         self._append([None], total[None])
         metrics = read(self.windows[places])
         # A stochastic storage stores rare updates on average, and a window may contain few.
         is_rare = (metrics["at_end"] <= MOST_AT_END) & (metrics["num_moved"] < FEWEST_MOVED)
         self._stalled -= {places[x] for x in (~metrics["stalls"]).nonzero()}
         for number in metrics["stalls"].nonzero()[:, 0].tolist():
-            owner, storage = members[number]
+            storage = storages[number]
             is_chance = is_rare[number] and storage.weight.rounding == "stochastic"
             if places[number] not in self._stalled and not is_chance:
                 self._stalled.add(places[number])
-                name = names_of().get(owner, "")
+                name = names_of().get(owners[number], "")
                 reading = reading_of(metrics, number)
                 self.alarms.append(Alarm(name, storage.name, storage.fallback, reading))
         return self.alarms

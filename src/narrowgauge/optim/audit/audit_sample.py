@@ -13,12 +13,13 @@ from torch import Tensor
 
 from narrowgauge.numerics.metrics import change_terms
 from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import BLOCK
 from narrowgauge.optim.step.codes import Lane
-from narrowgauge.optim.step.launch import Batch, KernelLaunch
-from narrowgauge.optim.step.state_chunks import word_of
-from narrowgauge.optim.step.step_definition import finite_or_zero, named
+from narrowgauge.optim.step.launch import Batch
+from narrowgauge.optim.step.state_chunks import lane_of
+from narrowgauge.optim.step.step_definition import applied, finite_or_zero, named
 from narrowgauge.torch_support.torch_names import to_device
 
 ELEMENTS = 256
@@ -50,8 +51,9 @@ class AuditSample:
     Attributes:
         owners, storage: the parameters, and where they are stored.
         key: of their batch, and its turn.
-        step, versions: the steps that the states have taken, and the versions of their tensors. If
-            these are others than the last step left, the moments begin anew with what is stored.
+        step, marks: the steps that the states have taken, and the versions and addresses of their
+            tensors. Where the last step left others, and other moments, the exact ones begin anew
+            with what is stored.
         before: the elements before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
     """
@@ -62,7 +64,7 @@ class AuditSample:
         self.owners = batch.owners
         self.key = batch.key, batch.num_steps // TURN
         self.step = -1
-        self.versions: list[int] = []
+        self.marks: Any = None
         self.before: Lane | None = None
         most = min(ELEMENTS, max(LEAST_ELEMENTS, MOST_ELEMENTS // len(batch.forms)))
         elements = []
@@ -80,24 +82,24 @@ class AuditSample:
         values = torch.empty(shape, dtype=codes.value_dtype(self.storage), device=batch.device)
         self._moments = values[:-1]
         self.change: Any = values[-1]
+        self._is_moved = False
+        self._stored = values[:0]  # the moments that a step of moved states has stored
 
-    def _table(self, batch: Batch) -> KernelLaunch | None:
+    def _table(self, batch: Batch) -> Any:
         """Return the table of a batch, if C++ reads its memory as it is."""
-        if batch.table is None or not batch.table.is_cpp or not batch.is_dense:
-            return None
-        return batch.table
+        table = batch.table
+        return table if table is not None and table.is_cpp and batch.is_dense else None
 
     def _read(self, batch: Batch, column: int) -> Tensor:
         """Return the elements of a stream, or for each element the bound of its block."""
         places = self._elements
         if column >= batch.index.shape[1] - len(self.kernel.scaled):
             places = self._blocks
-        numbers = batch.index[:, column].tolist()
+        tensors = [batch.tensors[number] for number in batch.index[:, column]]
         table = self._table(batch)
-        dtypes = {batch.tensors[number].dtype for number in numbers}
-        if table is not None and len(dtypes) == 1:
+        dtype = tensors[0].dtype
+        if table is not None and all(tensor.dtype is dtype for tensor in tensors):
             addresses = table.rows["addresses"][:, column].copy()
-            (dtype,) = dtypes
             result = torch.empty(len(places), dtype=dtype, device="cpu")
             table.kernels.gather(
                 addresses.ctypes.data, self._tensors.data_ptr(), len(places), places.data_ptr(),
@@ -105,8 +107,7 @@ class AuditSample:
             )  # fmt: skip
             return result
         parts = []
-        for number, taken in zip(numbers, places.split(self.counts.tolist()), strict=True):
-            tensor = batch.tensors[number]
+        for tensor, taken in zip(tensors, places.split(self.counts.tolist()), strict=True):
             parts.append(tensor.take(to_device(taken, tensor.device)))
         return torch.cat(parts)
 
@@ -114,60 +115,83 @@ class AuditSample:
         """Return the inputs of a step of the elements."""
         num_streams = batch.index.shape[1]
         weight, gradient, *rest = [self._read(batch, column) for column in range(num_streams)]
-        words = [word_of(x) for x in rest[: len(self.kernel.planes)]]
+        num_planes = len(self.kernel.planes)
         scales = {}
-        for name, bound in zip(self.kernel.scaled, rest[len(words) :], strict=False):
+        for name, bound in zip(self.kernel.scaled, rest[num_planes:], strict=False):
             scales[name] = codes.multipliers(bound)
-        visible = codes.weight_bits(self.storage.visible, word_of(weight))
-        return Lane(visible, gradient.float(), words, scales)
+        return lane_of(self.storage, weight, gradient, rest[:num_planes], scales)
+
+    def _marks(self, batch: Batch) -> tuple[Any, Any]:
+        """Return what is another when other code has written a state, or has put a tensor in its place."""
+        if batch.table is not None:
+            addresses = batch.table.rows["addresses"][:, 2:].tobytes()
+        else:
+            addresses = [batch.tensors[k].data_ptr() for k in batch.index[:, 2:].ravel()]
+        return batch.versions(), addresses
+
+    def _moments_in(self, lane: Lane) -> Tensor:
+        """Return the stored moments of the elements."""
+        moments = torch.empty_like(self._moments)
+        for moment, name in zip(moments, dict(self.storage.states), strict=True):
+            moment.copy_(codes.read_state(self.storage, lane, name))
+        return moments
 
     def follow(self, batch: Batch, is_audited: bool) -> None:
         """Step the exact moments. Before an audited step, copy what is stored."""
         rule = self.kernel.rule
-        last = self.step, self.versions
-        self.step, self.versions = batch.num_steps, batch.versions()
-        self.before = None
-        if is_audited:
-            self.before = self._lane(batch)
-        if last != (self.step, self.versions) and isinstance(rule, Rule):
-            lane = self.before or self._lane(batch)
-            for moment, name in zip(self._moments, rule.states, strict=True):
-                moment.copy_(codes.read_state(self.storage, lane, name))
+        marks = self._marks(batch)
+        is_next = batch.num_steps == self.step
+        self._is_moved = marks != self.marks
+        self.step, self.marks = batch.num_steps, marks
+        lane: Any = None
+        if is_audited or self._is_moved or not is_next:
+            lane = self._lane(batch)
+        if self._is_moved or not is_next:
+            moments = self._moments_in(lane)
+            # An offloader may have moved the tensors, and changed nothing.
+            if not (is_next and moments.equal(self._stored)):
+                self._moments.copy_(moments)
+        self.before = lane if is_audited else None
+        scalars = batch.numbers
         table = self._table(batch)
         if table is not None and isinstance(rule, Rule):
-            numbers = batch.numbers
-            tensors = self._elements, numbers.on_host, numbers.control, self._moments, self.change
+            tensors = self._elements, scalars.on_host, scalars.control, self._moments, self.change
             pointers = [tensor.data_ptr() for tensor in (self._tensors, *tensors)]
             count = len(self._elements)
             table.kernels.follow(table.rows.ctypes.data, pointers[0], count, *pointers[1:], 0)
             return
-        if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
-            lane = self.before or self._lane(batch)
-            gradient = lane.gradient
+        values = named(rule, scalars.values)
+        if isinstance(rule, MatrixRule):  # in audited steps
             weight = finite_or_zero(codes.read_weight(self.storage, lane))
-        else:
-            gradient = self._read(batch, 1).float()
-            weight = torch.zeros((), device=gradient.device)
-        scalars = named(rule, batch.numbers.values)
-        if not isinstance(rule, Rule):
             change = self._read(batch, batch.index.shape[1] - 1)
-            self.change = change + weight * scalars[rule.decay]
+            self.change = change + weight * values[rule.decay]
             return
-        scale = scalars["gradient_scale"]
-        slopes = gradient.to(scale.dtype) * scale
-        self.change, *moments = rule.update(weight.to(scale.dtype), slopes, *self._moments, scalars)
+        if lane is None and rule.coupled:  # its moments depend on the weight
+            lane = self._lane(batch)
+        weight = values["skip"]  # which no moment reads
+        if lane is None:
+            gradient = self._read(batch, 1).float()
+        else:
+            gradient = lane.gradient
+            weight = codes.read_weight(self.storage, lane)
+        self.change, *moments = applied(rule, weight, gradient, self._moments, values)
         for old, new in zip(self._moments, moments, strict=True):
-            old.copy_(torch.where(scalars["skip"] != 0, old, new))
+            old.copy_(torch.where(values["skip"] != 0, old, new))
 
-    def sums(self, batch: Batch) -> Tensor:
-        """Compare what a step has stored with what was intended. Return the ``UPDATE_SUMS`` of each
-        state and the number of the step, float64.
+    def compare(self, batch: Batch) -> Tensor | None:
+        """Read what a step has stored. Of an audited one, return the ``UPDATE_SUMS`` of each state and
+        the number of the step, float64.
         """
+        self.step += 1
         before = self.before
-        assert before is not None
+        if before is None and not self._is_moved:
+            return None
+        after = self._lane(batch)
+        self._stored = self._moments_in(after)
+        if before is None:
+            return None
         rule = self.kernel.rule
         options = dict(zip(rule.scalars, batch.numbers.scalars, strict=True))
-        after = self._lane(batch)
         weight = codes.read_weight(self.storage, before)
         stored = codes.read_weight(self.storage, after) - weight
         seen = codes.visible_value(self.storage.visible, after.visible)

@@ -78,15 +78,6 @@ TINY = 2.0**-126
 """The smallest normal float32."""
 
 
-def least_eps(beta2: float) -> float:
-    """Return the least eps of an average of squares in float32.
-
-    Gradients up to this size vanish from the average, whose least value is 2^-149. Without a floor
-    of their size, they would be divided by a much smaller eps, or by 0.
-    """
-    return 2.0**-75 / math.sqrt(1 - beta2)
-
-
 def moving_average(average: Any, value: Any, weight: Any) -> Any:
     """Return an average moved towards a value by the factor ``weight``.
 
@@ -103,7 +94,10 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
-    eps = max(float(group["eps"]), least_eps(beta2))
+    # Gradients up to this size vanish from the average of their squares, whose least value is 2^-149.
+    # A much smaller eps, or 0, would divide them.
+    least_eps = 2.0**-75 / math.sqrt(1 - beta2)
+    eps = max(float(group["eps"]), least_eps)
     return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
 
 

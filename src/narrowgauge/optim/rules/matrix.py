@@ -41,16 +41,16 @@ class MatrixRule:
     """An update rule for whole matrices; all tensors are float32, all states begin as zeros.
 
     Args:
-        states: ``((rows, cols), options) -> shapes of states``; ``None`` if all are beside the
-            weight.
+        states: ``((rows, cols), options) -> shapes of states``; ``None`` if all are packed.
         direction: ``(gradient [rows, cols], states, options, step) -> (step to take, new states)``; steps
             count from 1. The gradient may be overwritten, states may not.
         scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
         decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`: ``lr · weight_decay · weight`` is subtracted from
             the step.
-        beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
+        packed_states: states with the weight's shape, packed and sharded with the weight in its code for first
+            moments.
         average: ``(gradient, states, scalars) -> (gradient for direction, new states)``: an elementwise part that comes
-            before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
+            before ``direction`` and updates the packed states. Ranks run it on their shards.
     """
 
     name: str
@@ -64,7 +64,7 @@ class MatrixRule:
 
     @property
     def stored_states(self) -> tuple[tuple[str, str], ...]:
-        """Return the states beside the weight, each with the code of a storage that it takes."""
+        """Return the packed states, each with the code of a storage that it takes."""
         return tuple((name, "exp_avg") for name in self.packed_states)
 
 

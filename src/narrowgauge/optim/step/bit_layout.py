@@ -43,8 +43,8 @@ class Field:
         plane: from 1; 0 if it is not stored.
         shift: its lowest bit in a word of the plane.
         bits: of the field.
-        share: the random bits that drop bits: the first one, after the word was turned up by so
-            many bits. ``None`` rounds to nearest.
+        random_slice: the random bits that are added before the cut (:func:`random_slices`).
+            ``None`` rounds to nearest.
     """
 
     name: str = ""
@@ -84,7 +84,7 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
     """Return the planes of a storage, in the order of its step."""
     planes: list[Plane] = []
     states = dict(storage.states)
-    shares = _shares(storage)
+    slices = random_slices(storage)
     for number, group in enumerate(storage.packing, 1):
         # Signed codes come last. Then the topmost sign bit is where a float32 has it.
         ordered = sorted(group, key=lambda x: x[0] in states and storage.code(x[0]).signed)
@@ -93,7 +93,7 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
         for name, bits in ordered:
             role = "weight" if name in storage.extra_fields else name.removesuffix("_low")
             code = storage.code(role).part(int(name == f"{role}_low"))
-            fields.append(Field(name, code, number, shift, bits, shares.get(role)))
+            fields.append(Field(name, code, number, shift, bits, slices.get(role)))
             shift += bits
         title, dtype = "packed", INTEGER[width_of(group)]
         if len(group) == 1:
@@ -132,7 +132,9 @@ def roles(storage: Storage) -> tuple[str, ...]:
 @lru_cache
 def fields_of(storage: Storage) -> dict[str, Field]:
     """Return the fields of a storage by name. ``"weight"`` is what lies beside the visible weight."""
-    fields = {"weight": Field(code=storage.weight, random_slice=_shares(storage).get("weight"))}
+    fields = {
+        "weight": Field(code=storage.weight, random_slice=random_slices(storage).get("weight"))
+    }
     for plane in planes_of(storage):
         for field in plane.fields:
             fields["weight" if field.name in storage.extra_fields else field.name] = field
@@ -144,11 +146,25 @@ def dropped_bits(code: Code) -> int:
     return max(0, 23 - code.mantissa_bits)
 
 
-def _shares(storage: Storage) -> dict[str, tuple[int, int]]:
-    """Return the random bits of each stochastic code: its first one, after the word was turned up
-    by so many bits.
+def random_slices(storage: Storage) -> dict[str, tuple[int, int]]:
+    """Return which bits of an element's 32 random ones each stochastic code adds before its cut: the
+    lowest one, after the bits were turned up by the second number.
 
-    The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
+    Each code owns a part, from the lowest bit on. One that drops more bits borrows its lowest from
+    the part below. In ``word`` the weight (w) drops 8 bits, and both moments (m, v) drop 18::
+
+        owned         vvvvvvvvvvvvmmmmmmmmmmmmwwwwwwww   bits 31 to 0
+        weight                                ^^^^^^^^   (0, 0)
+        exp_avg                   ^^^^^^^^^^^^^^^^^^     (2, 0)
+        exp_avg_sq    ^^^^^^^^^^^^^^^^^^                 (14, 0)
+
+    The first code has no part below, and borrows the highest bits. In ``states8`` the weight owns 10
+    bits and drops 16. So the bits are turned up by 6, and it takes the lowest 16: (0, 6)::
+
+        owned         vvvvvvvvvvvmmmmmmmmmmmwwwwwwwwww
+        weight        ^^^^^^                ^^^^^^^^^^
+        turned up     vvvvvmmmmmmmmmmmwwwwwwwwwwvvvvvv
+        weight                        ^^^^^^^^^^^^^^^^
     """
     drops = {}
     for name in roles(storage):

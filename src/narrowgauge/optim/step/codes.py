@@ -196,10 +196,10 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     element.
 
     The hash key is the stored weight before the step and the gradient's unscaled *mantissa*. An
-    exponent would make the rounding depend on a power of two on all gradients. The 32 bits are
-    divided among the stochastic codes, the weight first. A code may drop more bits than it gets.
-    Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits for 18
-    would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
+    exponent would make the rounding depend on a power of two on all gradients. The stochastic codes
+    divide the 32 bits (:func:`narrowgauge.optim.step.bit_layout.random_slices` draws them), and
+    borrow from each other. Without this, 12 bits for 18 would lose every chance below 2^-12: at beta2
+    = 0.9999 a second moment would stop 2 % short.
     """
     result: dict[str, Addend] = dict.fromkeys(roles(storage))  # to nearest
     if not storage.is_stochastic:

@@ -98,8 +98,7 @@ def _drawn(
     weight = weight.to(device)
     state = LocalState(weight, new_state(weight, kernel, {}), kernel, {})
     for name, tensor in state.tensors.items():
-        form = tensor.shape[0], tensor.shape[1]
-        value = _values(tensor.dtype, form, edges, 3, finite=name.endswith("_bound"))
+        value = _values(tensor.dtype, tensor.shape, edges, 3, finite=name.endswith("_bound"))
         if value.is_floating_point():
             value = value.abs()
         else:
@@ -117,6 +116,5 @@ def _values(
 ) -> Tensor:
     """Draw values. The last rows have edge values."""
     values = proof.draw(dtype, shape, edges=False, seed=seed)
-    last = proof.draw(dtype, (edges, shape[1]), edges=True, seed=seed, finite=finite)
-    values[shape[0] - edges :] = last
+    values[-edges:] = proof.draw(dtype, (edges, shape[1]), edges=True, seed=seed, finite=finite)
     return values

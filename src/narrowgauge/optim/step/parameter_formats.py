@@ -8,6 +8,7 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,27 +55,20 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms with running statistics. PyTorch multiplies one format only: theirs."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    ]
+
+
+def cast_statistics(model: nn.Module, cast: Callable[[Any], Tensor]) -> None:
     """Cast the running statistics of batch norms."""
-    for module in model.modules():
-        if (
-            isinstance(module, _BatchNorm)
-            and module.running_mean is not None
-            and module.running_var is not None
-        ):
-            module.running_mean = cast(module.running_mean)
-            module.running_var = cast(module.running_var)
-
-
-def batch_norm_parameters(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of batch norms with running statistics, which stay in float32: PyTorch
-    multiplies one format only.
-    """
-    parameters: set[Tensor] = set()
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            parameters.update(module.parameters(recurse=False))
-    return parameters
+    for module in batch_norms(model):
+        module.running_mean = cast(module.running_mean)
+        module.running_var = cast(module.running_var)
 
 
 def rounded(values: Tensor, visible: str) -> Tensor:

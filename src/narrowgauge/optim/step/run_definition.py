@@ -20,7 +20,7 @@ from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import block_peaks, planes_of
 from narrowgauge.optim.step.state import LocalState
-from narrowgauge.optim.step.state_chunks import StateChunk, chunks_of, integers_of, to_words
+from narrowgauge.optim.step.state_chunks import StateChunk, chunks_of, integers_of, lane_of
 from narrowgauge.optim.step.step_definition import (
     StepScalars,
     average,
@@ -52,9 +52,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
         for name in storage.scaled:
             into, back, *others = others
             scales[name] = into, back
-        first, *words = map(to_words, stored)
-        visible = codes.weight_bits(storage.visible, first)
-        lane = codes.Lane(visible, gradient.float(), words, scales)
+        lane = lane_of(storage, weight, gradient, stored[1:], scales)
         scalars = named(rule, values)
         visible, fields = step_elements(rule, storage, lane, scalars, seed, *others)
         results = [codes.weight_word(storage.visible, visible)]
@@ -68,48 +66,43 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
 
 def run(state: LocalState, numbers: StepScalars, *, is_compiled: bool = False) -> None:
     """Step in place. The state has its gradient. That of a matrix rule has its change."""
-    step = step_words(state.kernel.rule, state.storage)
-    if not is_compiled:
-        _walk(state, numbers, step)
-        return
-    # Else the bits of a code would be symbols, as sizes are.
-    with torch._dynamo.config.patch(specialize_int=True):
-        _walk(state, numbers, compiled(step))
-
-
-def _walk(state: LocalState, numbers: StepScalars, step: Callable[..., None]) -> None:
+    rule = state.kernel.rule
+    step = step_words(rule, state.storage)
+    if is_compiled:
+        # Else the bits of a code would be symbols, as sizes are.
+        step = torch._dynamo.config.patch(specialize_int=True)(compiled(step))
     changes = [state.change] if state.kernel.is_matrix else []
-    for span in chunks_of(state, state.gradient, *changes, writes=True):
-        gradient, *change = span.arguments
-        arguments = [integers_of(span.weight), gradient]
-        arguments += [integers_of(values) for values in span.planes.values()]
-        bounds = new_bounds(span, state.kernel.rule, named(state.kernel.rule, numbers.values))
+    for chunk in chunks_of(state, state.gradient, *changes, writes=True):
+        gradient, *change = chunk.arguments
+        arguments = [integers_of(chunk.weight), gradient]
+        arguments += [integers_of(values) for values in chunk.planes.values()]
+        bounds = new_bounds(chunk, rule, named(rule, numbers.values))
         for name, bound in bounds.items():
-            arguments.append(span.expand_scales(codes.multipliers(bound)[0]))
-            arguments.append(span.expand_scales(codes.multipliers(span.bounds[name])[1]))
+            arguments.append(chunk.expand_scales(codes.multipliers(bound)[0]))
+            arguments.append(chunk.expand_scales(codes.multipliers(chunk.bounds[name])[1]))
         step(*arguments, *change, numbers.values, numbers.seed)
         for name, bound in bounds.items():
-            span.bounds[name].data.copy_(bound)
+            chunk.bounds[name].data.copy_(bound)
 
 
-def new_bounds(span: StateChunk, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]:
+def new_bounds(chunk: StateChunk, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]:
     """Return the bounds of blocks after a step, for each scaled state: no exact value exceeds it.
 
     The rule is monotone in magnitudes. So its step of the largest weight and gradient of a block,
     and of its old bounds, bounds each new state. A skipped step keeps its bounds.
     """
     result: dict[str, Tensor] = {}
-    if not span.bounds:
+    if not chunk.bounds:
         return result
     assert isinstance(rule, Rule)
-    slopes = block_peaks(span.arguments[0]) * scalars["gradient_scale"].abs()
-    weights = block_peaks(finite_or_zero(span.weight))
+    slopes = block_peaks(chunk.arguments[0]) * scalars["gradient_scale"].abs()
+    weights = block_peaks(finite_or_zero(chunk.weight))
     zeros = torch.zeros_like(slopes)
-    moments = [span.bounds[name] for name in rule.states]  # all are scaled, or none
+    moments = [chunk.bounds[name] for name in rule.states]  # all are scaled, or none
     plus = rule.update(weights, slopes, *moments, scalars)[1:]
     minus = rule.update(weights, -1.0 * slopes, *moments, scalars)[1:]
     added = rule.update(weights, slopes, *[zeros] * len(moments), scalars)[1:]
-    for (name, old), up, down, new in zip(span.bounds.items(), plus, minus, added, strict=True):
+    for (name, old), up, down, new in zip(chunk.bounds.items(), plus, minus, added, strict=True):
         bound = torch.maximum(up.abs(), down.abs())
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         bound = torch.where(bound < math.inf, bound, 3e38)
@@ -126,6 +119,6 @@ def average_gradient(state: LocalState, numbers: StepScalars) -> None:
     rule = state.kernel.rule
     assert isinstance(rule, MatrixRule)
     scalars = named(rule, numbers.values)
-    for span in chunks_of(state, state.gradient, state.change):
-        gradient, into = span.arguments
-        into.copy_(average(rule, state.storage, span.lane(gradient), scalars)[0])
+    for chunk in chunks_of(state, state.gradient, state.change):
+        gradient, into = chunk.arguments
+        into.copy_(average(rule, state.storage, chunk.lane(gradient), scalars)[0])

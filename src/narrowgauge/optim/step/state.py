@@ -116,11 +116,10 @@ class LocalState:
         owner: the parameter of the model.
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         entry: ``optimizer.state`` of the owner.
-        tensors: the local tensors of the state by name, without counts and notes.
-        planes: those in the parameter's shape.
-        bounds: for each scaled code, a bound on the exact values of each block, float32. A rounded
-            value may exceed its bound: the window ends at 1.7 times the power of two above.
-        form: rows and columns.
+        tensors: the local tensors of the state by name, without counts and notes: the planes, and
+            for each scaled code a bound on the exact values of each block, float32. A rounded value
+            may exceed its bound: the window ends at 1.7 times the power of two above.
+        row_shape: rows and columns.
         extras: a matrix rule's states that are separate from the weight, float32.
         step: the number of steps taken. Its tensor is float32 on the CPU.
         place: of its first stream among the tensors of a step.
@@ -159,16 +158,12 @@ class LocalState:
         device = self.parameter.device
         self.tensors: dict[str, Tensor] = {}
         for name, (dtype, shape) in specs.items():
-            value: Any = entry.get(name)
-            local = local_of(value)
-            if value is None or local.dtype is not dtype or local.shape != shape:
-                check_tensor(name, local, dtype, shape, kernel)
+            local = local_of(entry.get(name))
+            check_tensor(name, local, dtype, shape, kernel)
             if local.device != device:  # the model has moved
-                entry[name] = value.to(device)
+                entry[name] = entry[name].to(device)
                 local = local_of(entry[name])
             self.tensors[name] = local
-        self.planes = {plane.name: self.tensors[plane.name] for plane in kernel.planes}
-        self.bounds = {name: self.tensors[f"{name}_bound"] for name in kernel.scaled}
         self.extras = {name: self.tensors[name] for name in extras}
 
     def streams(self) -> list[Tensor]:
@@ -184,8 +179,3 @@ class LocalState:
         dense and in order.
         """
         return values.contiguous().view(self.row_shape)
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the rule's states."""
-        return [*dict(self.storage.states), *self.extras]

@@ -1,12 +1,12 @@
-"""The walk: some elements of a state at a time, as the definition takes them.
+"""Chunks of a state: some rows at a time, as the definition steps them.
 
-:func:`chunks_of` is the only reader of states beside the table of kernels. It yields views of
-memory, and copies of what is not dense.
+Beside the launch of a kernel, only :func:`chunks_of` reads states. It yields views of memory, and
+copies of what is not dense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,16 +29,25 @@ def integers_of(values: Tensor) -> Tensor:
     return values.view(INTEGER[8 * values.dtype.itemsize])
 
 
-def to_words(integers: Tensor) -> Tensor:
-    """Return words of stored integers: int32, of float64 int64. Upper bits may be anything."""
+def word_of(values: Tensor) -> Tensor:
+    """Return the words of stored values: int32, of float64 int64. Upper bits may be anything."""
+    integers = integers_of(values)
     if integers.dtype.itemsize < 4:
         return integers.to(torch.int32)
     return integers
 
 
-def word_of(values: Tensor) -> Tensor:
-    """Return the words of stored values."""
-    return to_words(integers_of(values))
+def lane_of(
+    storage: Storage,
+    weight: Tensor,
+    gradient: Tensor,
+    planes: Iterable[Tensor],
+    scales: Mapping[str, tuple[Tensor, Tensor]],
+) -> Lane:
+    """Return the inputs of a step from stored values, or from their integers."""
+    words = [word_of(values) for values in planes]
+    visible = codes.weight_bits(storage.visible, word_of(weight))
+    return Lane(visible, gradient.float(), words, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +62,13 @@ class StateChunk:
 
     def lane(self, gradient: Tensor | None = None) -> Lane:
         """Return the inputs of a step. Without a ``gradient`` it is 0."""
-        words = [word_of(values) for values in self.planes.values()]
         if gradient is None:
-            gradient = torch.zeros_like(self.weight, dtype=torch.float32)
-        else:
-            gradient = gradient.float()
+            gradient = torch.zeros_like(self.weight)
         scales = {}
         for name, bound in self.bounds.items():
             into, back = codes.multipliers(bound)
             scales[name] = self.expand_scales(into), self.expand_scales(back)
-        visible = codes.weight_bits(self.storage.visible, word_of(self.weight))
-        return Lane(visible, gradient, words, scales)
+        return lane_of(self.storage, self.weight, gradient, self.planes.values(), scales)
 
     def expand_scales(self, of_blocks: Tensor) -> Tensor:
         """Return a value of each block for each of its elements."""
@@ -89,14 +94,16 @@ def chunks_of(
     *arguments: Tensor,
     writes: bool = False,
 ) -> Iterator[StateChunk]:
-    """Walk over rows of a state, ``[rows, columns]``.
+    """Yield a state in chunks of rows, ``[rows, columns]``.
 
     Args:
         arguments: tensors in the parameter's shape.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
     live = [state.parameter.detach()]
-    for plane in state.planes.values():  # a step raises no version of them
+    names = [plane.name for plane in state.kernel.planes]
+    for name in names:  # a step raises no version of them
+        plane = state.tensors[name]
         live.append(plane.data if writes else plane)
     tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]
     rows, columns = state.row_shape
@@ -107,9 +114,11 @@ def chunks_of(
     for start in range(0, rows if columns else 0, most):
         part = slice(start, start + most)
         weight, *others = [tensor[part] for tensor in tensors]
-        planes = dict(zip(state.planes, others, strict=False))
-        bounds = {name: x.view(rows, -1)[part] for name, x in state.bounds.items()}
-        yield StateChunk(state.storage, weight, planes, bounds, others[len(planes) :])
+        planes = dict(zip(names, others, strict=False))
+        bounds = {}
+        for name in state.kernel.scaled:
+            bounds[name] = state.tensors[f"{name}_bound"].view(rows, -1)[part]
+        yield StateChunk(state.storage, weight, planes, bounds, others[len(names) :])
     first = 0 if writes else 1
     for tensor, memory in list(zip(live, tensors, strict=False))[first:]:
         if memory.data_ptr() != tensor.data_ptr():  # a copy of what is not dense

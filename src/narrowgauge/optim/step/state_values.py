@@ -28,12 +28,12 @@ def stored(state: LocalState, name: str) -> Tensor:
     shape = state.parameter.shape
     dtype = codes.value_dtype(storage)
     result = torch.empty(shape, dtype=dtype, device=state.parameter.device)
-    for span in chunks_of(state, result):
-        lane = span.lane()
+    for chunk in chunks_of(state, result):
+        lane = chunk.lane()
         value = codes.read_state(storage, lane, name)
         if name == "weight" and storage.visible != "float32":
-            value = codes.inside_cell(storage, span.weight, lane, value)
-        span.arguments[0].copy_(value)
+            value = codes.inside_cell(storage, chunk.weight, lane, value)
+        chunk.arguments[0].copy_(value)
     return result
 
 
@@ -43,11 +43,11 @@ def store_weight(state: LocalState, values: Tensor) -> None:
     The parameter becomes its visible part.
     """
     storage = state.storage
-    for span in chunks_of(state, values.detach(), writes=True):
-        value = span.arguments[0].to(codes.value_dtype(storage))
+    for chunk in chunks_of(state, values.detach(), writes=True):
+        value = chunk.arguments[0].to(codes.value_dtype(storage))
         bits, fields = codes.write_weight(storage, codes.into_cell(storage, value), None)
-        integers_of(span.weight).copy_(codes.weight_word(storage.visible, bits))
-        span.store(fields)
+        integers_of(chunk.weight).copy_(codes.weight_word(storage.visible, bits))
+        chunk.store(fields)
 
 
 def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> None:
@@ -60,12 +60,12 @@ def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> N
         return
     storage = state.storage
     value = values.detach().to(codes.value_dtype(storage))
-    if name in state.bounds:
-        bound = state.bounds[name]
+    if name in state.kernel.scaled:
+        bound = state.tensors[f"{name}_bound"]
         bound.copy_(block_peaks(state.in_rows(value)).view(bound.shape))
-    for span in chunks_of(state, value):
+    for chunk in chunks_of(state, value):
         # The random bits are a hash of the stored weights, as in a step.
-        lane = span.lane()
+        lane = chunk.lane()
         weight = codes.read_weight(storage, lane)
         addend = codes.addends(storage, weight, lane.gradient, seed)[name]
-        span.store(codes.write_state(storage, lane, name, span.arguments[0], addend))
+        chunk.store(codes.write_state(storage, lane, name, chunk.arguments[0], addend))

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,12 +70,8 @@ def _step_matrix(optimizer: Any, batch: Batch, state: LocalState) -> None:
     run_definition.average_gradient(state, batch.numbers)
     matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
     state.change = None
-    control = batch.numbers.control
-    if matrix.ndim == 2:
-        _direct(state, matrix, (), options, control)
-    else:
-        for place, member in enumerate(matrix):
-            _direct(state, member, (place,), options, control)
+    for place in np.ndindex(matrix.shape[:-2]):  # of one matrix, the empty place
+        _direct(state, matrix[place], place, options, batch.numbers.control)
     state.change = own_part(owner, matrix.view(owner.shape))
     del matrix
     state.place = 0

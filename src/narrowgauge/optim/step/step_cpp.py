@@ -85,10 +85,6 @@ def row_of(rule: AnyRule, storage: Storage) -> KernelRow:
     fields = [fields_of(storage)[name] for name in roles(storage)]
     fields += [Field()] * (3 - len(fields))
     fields.append(fields_of(storage).get("exp_avg_sq_low", Field()))
-    # A kernel merges the fields of a plane from the lowest bit on.
-    for lower, upper in ((fields[0], fields[2]), (fields[2], fields[1]), (fields[0], fields[1])):
-        is_shared = lower.name and upper.name and lower.plane == upper.plane
-        assert not is_shared or lower.shift + lower.bits <= upper.shift
     is_given = isinstance(rule, MatrixRule)
     return KernelRow(
         rule=struct_of(rule),
@@ -111,12 +107,9 @@ def _code(field: Field, bit: int) -> str:
         return "Nothing"
     if not code.is_window:
         return f"Upper<{code.mantissa_bits}>"
-    kinds = ["0"]
-    for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("SCALED", code.scaled)):
-        if is_set:
-            kinds.append(name)
+    kind = "0" + " | SIGNED" * code.signed + " | HELD" * code.hold + " | SCALED" * code.scaled
     size = f"{code.exponent_bits}, {code.mantissa_bits}, {code.lowest}"
-    return f"Window<{size}, {' | '.join(kinds)}, {bit}, {_random_slice(field)}>"
+    return f"Window<{size}, {kind}, {bit}, {_random_slice(field)}>"
 
 
 def _random_slice(field: Field) -> str:

@@ -10,7 +10,7 @@ of Collage run AdamW in the published expansions. A matrix rule runs outside, on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -108,12 +108,21 @@ def in_expansions(
 def average(
     rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a lane's gradient for a matrix rule's direction, and the new states beside the weight."""
+    """Return a lane's gradient for a matrix rule's direction, and the new packed states."""
     gradient = lane.gradient * scalars["gradient_scale"]
     if rule.average is None:
         return gradient, {}
     states = {name: codes.read_state(storage, lane, name) for name in rule.packed_states}
     return rule.average(gradient, states, scalars)
+
+
+def applied(
+    rule: Rule, weight: Tensor, gradient: Tensor, states: Iterable[Tensor], scalars: Scalars
+) -> list[Tensor]:
+    """Return the change of an elementwise rule, and its new states."""
+    scale = scalars["gradient_scale"]
+    scaled = gradient.to(scale.dtype) * scale
+    return list(rule.update(finite_or_zero(weight), scaled, *states, scalars))
 
 
 def step_elements(
@@ -128,10 +137,8 @@ def step_elements(
         return in_expansions(rule, storage, lane, scalars)
     old = codes.read(storage, lane)
     if isinstance(rule, Rule):
-        scale = scalars["gradient_scale"]
-        gradient = lane.gradient.to(scale.dtype) * scale
         parts = [codes.read_state(storage, lane, name) for name in rule.states]
-        change, *new = rule.update(finite_or_zero(old[0]), gradient, *parts, scalars)
+        change, *new = applied(rule, old[0], lane.gradient, parts, scalars)
         states = dict(zip(rule.states, new, strict=True))
     else:
         weight = finite_or_zero(codes.read_weight(storage, lane))
