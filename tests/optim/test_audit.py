@@ -294,13 +294,14 @@ def test_states_that_are_moved_between_steps_have_the_audit_of_states_that_stay(
     assert shares[0] < 0.9 and shares[1] == pytest.approx(shares[0], abs=0.05)
 
 
-PRUNED: dict[str, Callable[[dict[str, Tensor], str, Tensor], Any]] = {
-    "not": lambda state, name, kept: None,
-    "in place": lambda state, name, kept: state[name].mul_(kept),
-    "replaced": lambda state, name, kept: state.update({name: state[name] * kept}),
-    "freed first": lambda state, name, kept: state.update({name: state.pop(name).float().mul_(kept).to(kept.dtype)}),
-    "by data": lambda state, name, kept: setattr(state[name], "data", state[name] * kept),
-}  # fmt: skip
+PRUNED = {
+    "not": "",
+    "in place": "s[n].mul_(kept)",
+    "replaced": "s[n] = s[n] * kept",
+    "freed first": "s[n] = s.pop(n).float().mul_(kept).to(kept.dtype)",
+    "by data": "s[n].data = s[n] * kept",
+}
+"""Statements of a script, of a state and the name of a moment."""
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -326,7 +327,7 @@ def prune(optimizer: ng.Optimizer, weight: nn.Parameter, way: str) -> None:
     pruned = {name: optimizer.stored(weight, name) * is_kept for name in STATE_NAMES}
     if state.keys() >= pruned.keys():
         for name in STATE_NAMES:
-            PRUNED[way](state, name, is_kept.to(state[name].dtype))
+            exec(PRUNED[way], {"s": state, "n": name, "kept": is_kept.to(state[name].dtype)})
     elif way != "not":
         optimizer.adopt({weight: optimizer.stored(weight)}, {weight: pruned})
 
