@@ -93,14 +93,6 @@ def decay_of(options: Options) -> float:
     return float(options["lr"]) * float(options["weight_decay"])
 
 
-def _length(matrix: Tensor) -> Tensor:
-    """Return the L2 norm in float64, where squares of float32 values neither overflow nor vanish."""
-    norms = torch._foreach_norm(list(row_pieces(matrix)), dtype=torch.float64)
-    if len(norms) == 1:
-        return norms[0]
-    return torch._foreach_norm([torch.stack(norms)])[0]
-
-
 # ── Muon ──────────────────────────────────────────────────────────────────────────────────────────
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -135,11 +127,11 @@ def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
     """
-    length = _length(matrix).float().clamp(min=TINY)
-    return _newton_schulz(matrix.div_(length).bfloat16(), iterations).float()
-
-
-def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
+    # In float64 squares of float32 values neither overflow nor vanish.
+    norms = torch._foreach_norm(list(row_pieces(matrix)), dtype=torch.float64)
+    if len(norms) > 1:
+        norms = torch._foreach_norm([torch.stack(norms)])
+    x = matrix.div_(norms[0].float().clamp(min=TINY)).bfloat16()
     a, b, c = NS_COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -147,7 +139,7 @@ def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
         gram = matmul(x, x.mT)
         gram = add_product(gram, gram, gram, b, c)
         x = add_product(x, gram, x, a)
-    return x.mT if tall else x
+    return (x.mT if tall else x).float()
 
 
 def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
