@@ -139,10 +139,14 @@ class AuditSample:
     def follow(self, batch: Batch, is_audited: bool) -> None:
         """Step the exact moments. Before an audited step, copy what is stored."""
         rule = self.kernel.rule
-        marks = self._marks(batch)
         is_next = batch.num_steps == self.step
-        self._is_moved = marks != self.marks
-        self.step, self.marks = batch.num_steps, marks
+        self.step = batch.num_steps
+        self._is_moved = self._marks(batch) != self.marks
+        if self._is_moved:
+            # A tensor that takes the memory of another has no such version.
+            tensors = [batch.tensors[k] for k in batch.index[:, 2:].ravel()]
+            torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+            self.marks = self._marks(batch)
         lane: Any = None
         if is_audited or self._is_moved or not is_next:
             lane = self._lane(batch)
