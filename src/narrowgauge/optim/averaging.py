@@ -5,8 +5,6 @@ change that is itself below an ulp. :class:`AveragedModel` averages in float32 w
 has stored.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

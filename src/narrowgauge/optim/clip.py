@@ -5,8 +5,6 @@ gives the same result with any number of ranks or threads. All numbers stay on t
 does not wait.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

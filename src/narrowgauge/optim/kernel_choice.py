@@ -1,7 +1,5 @@
 """Which rule and storage a parameter has under its group's options, and its states under both."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 AdamW. A state of another storage goes by torch's (:mod:`narrowgauge.optim.torch_state`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -18,8 +18,6 @@ Zeros stay zeros. In a vector, an element of 1 or -1 keeps low bits of zero: so 
 begin. The element alone decides: a rank sees a part of the vector.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ storage). The kernel reads two scalars: one clips gradients, one skips a step
 with a non-finite gradient. The host reads the decision after the step.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import defaultdict
@@ -109,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", **others: Any,
     ) -> None:  # fmt: skip
-        names = {*defaults, *Optimizer.__init__.__kwdefaults__}
+        names = {*defaults, *(Optimizer.__init__.__kwdefaults__ or ())}
         validation.check_arguments(type(self), sorted(names), others)
         validation.check_options(defaults, rule)
         require_choice("compile", compile, (None, True, False))

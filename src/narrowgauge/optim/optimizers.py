@@ -11,8 +11,6 @@ token, and a batch contains few tokens. Put ``nn.Conv1d`` there too: its weight 
 kernel]`` is not a stack of matrices.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

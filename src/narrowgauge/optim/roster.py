@@ -8,8 +8,6 @@ them with what was checked: the names of the states, and by one call type, dtype
 strides. If anything looks otherwise, all is checked again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States and weights for torch: in float32, as its own optimizers and models have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

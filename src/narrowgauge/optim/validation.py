@@ -4,8 +4,6 @@ The options of a rule are checked when a param group is added or loaded, and at 
 script has set them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import warnings

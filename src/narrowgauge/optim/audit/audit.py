@@ -10,8 +10,6 @@ see the end of a range: so an audit counts moments at the ends of their codes, a
 more than one of a hundred raise an alarm. Each rank audits its own part of a sharded tensor.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Where states are stored in fewer bits, each step reads the gradients of the samp
 of its own in float32. An audited step reads what is stored before and after it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -95,7 +93,7 @@ class AuditSample:
         places = self._elements
         if column >= batch.index.shape[1] - len(self.kernel.scaled):
             places = self._blocks
-        tensors = [batch.tensors[number] for number in batch.index[:, column]]
+        tensors = [batch.tensors[number] for number in batch.index[:, column].tolist()]
         table = self._table(batch)
         dtype = tensors[0].dtype
         if table is not None and all(tensor.dtype is dtype for tensor in tensors):
@@ -126,7 +124,8 @@ class AuditSample:
         if batch.table is not None:
             addresses = batch.table.rows["addresses"][:, 2:].tobytes()
         else:
-            addresses = [batch.tensors[k].data_ptr() for k in batch.index[:, 2:].ravel()]
+            places = batch.index[:, 2:].ravel().tolist()
+            addresses = [batch.tensors[place].data_ptr() for place in places]
         return batch.versions(), addresses
 
     def _moments_in(self, lane: Lane) -> Tensor:
@@ -144,7 +143,7 @@ class AuditSample:
         self._is_moved = self._marks(batch) != self.marks
         if self._is_moved:
             # A tensor that takes the memory of another has no such version.
-            tensors = [batch.tensors[k] for k in batch.index[:, 2:].ravel()]
+            tensors = [batch.tensors[place] for place in batch.index[:, 2:].ravel().tolist()]
             torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
             self.marks = self._marks(batch)
         lane: Any = None
@@ -178,8 +177,8 @@ class AuditSample:
         else:
             gradient = lane.gradient
             weight = codes.read_weight(self.storage, lane)
-        self.change, *moments = applied(rule, weight, gradient, self._moments, values)
-        for old, new in zip(self._moments, moments, strict=True):
+        self.change, *results = applied(rule, weight, gradient, self._moments, values)
+        for old, new in zip(self._moments, results, strict=True):
             old.copy_(torch.where(values["skip"] != 0, old, new))
 
     def compare(self, batch: Batch) -> Tensor | None:

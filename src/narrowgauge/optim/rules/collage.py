@@ -13,8 +13,6 @@ it has our bits (``tests/optim/rules/test_collage.py``).
 Source: Yu et al. 2024, Collage, arXiv:2405.03637.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

@@ -6,8 +6,6 @@ code for first moments. One that is never negative (an average of squares) takes
 moments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ its first dim against all others. A parameter of fewer than two is stepped by Ad
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ vector is fixed: moments outlive a basis, and would push backwards along a vecto
 changed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ shorter. The definition and both kernels read where fields lie, and how they are
 :func:`fields_of`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

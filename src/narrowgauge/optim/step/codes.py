@@ -22,8 +22,6 @@ A NaN loses its sign and payload. It becomes the quiet NaN. In a code of states 
 becomes the largest positive value (in a float16 weight, infinity).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 values. If a bit differs, a warning says where, and the definition runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

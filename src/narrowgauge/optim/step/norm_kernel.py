@@ -5,8 +5,6 @@ The definition is :mod:`narrowgauge.numerics.exact_sums`. The kernels stand besi
 atomically: their sum does not depend on the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

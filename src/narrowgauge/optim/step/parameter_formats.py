@@ -5,8 +5,6 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 ``parameter.data = …``: parameters stay the same objects. It keeps the bits that this cuts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -5,11 +5,9 @@ Collage, Kahan's compensation and float16 weights. Each (rule, storage) is compi
 sizes, and compared with the definition at its first use.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import cache, reduce
 from operator import or_
 
 import torch
@@ -35,7 +33,7 @@ MOST_GROWTH = 2.0**20
 """The factor by which the bound of a block grows in a step, at most."""
 
 
-@lru_cache(None)
+@cache
 def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
     """Return a function that steps the integers of the weight and of each plane in place:
     ``step(weight, gradient, *planes, *scales, *changes, values, seed)``.

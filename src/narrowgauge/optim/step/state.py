@@ -7,8 +7,6 @@ writes them. A step reads the dict through a :class:`LocalState`: what a script 
 removes between two steps is seen by the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

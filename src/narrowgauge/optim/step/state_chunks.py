@@ -4,11 +4,8 @@ Beside the launch of a kernel, only :func:`chunks_of` reads states. It yields vi
 copies of what is not dense.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +15,8 @@ from narrowgauge.numerics.hashing import signed
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import BLOCK, INTEGER, planes_of
 from narrowgauge.optim.step.codes import Lane
+from narrowgauge.optim.step.state import LocalState
 from narrowgauge.spec.storages import Storage
-
-if TYPE_CHECKING:
-    from narrowgauge.optim.step.state import LocalState
 
 
 def integers_of(values: Tensor) -> Tensor:

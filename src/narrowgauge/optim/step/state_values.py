@@ -2,19 +2,13 @@
 codes.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import block_peaks
+from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.state_chunks import chunks_of, integers_of
-
-if TYPE_CHECKING:
-    from narrowgauge.optim.step.state import LocalState
 
 
 def stored(state: LocalState, name: str) -> Tensor:

@@ -10,8 +10,6 @@ An elementwise rule steps the tensors of a param group that have taken as many s
 3. Every rank writes its shard.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

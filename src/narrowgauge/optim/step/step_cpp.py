@@ -4,11 +4,9 @@ The files of ``optim/step/cpp`` have a struct for each code, weight and rule. A 
 names them, with the places of their fields (:func:`row_of`).
 """
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from narrowgauge.optim.rules import elementwise
@@ -177,14 +175,14 @@ def _library(text: str, **signatures: str) -> ctypes.CDLL:
     return library
 
 
-@lru_cache(None)
+@cache
 def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
     """Return a library with ``step``, ``gather`` and ``follow`` of an audit, and ``add`` of counts."""
     text = library_text(rule, storage)
     return _library(text, step="pp", gather="pp", follow="ppppp", add="")
 
 
-@lru_cache(None)
+@cache
 def norm_functions() -> ctypes.CDLL:
     """Return a library with ``squares``."""
     return _library("EXPORT_NORM\n", squares="pl")

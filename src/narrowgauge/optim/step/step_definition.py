@@ -7,12 +7,10 @@ of Collage run AdamW in the published expansions. A matrix rule runs outside, on
 :func:`average` averages the gradients before it, and the step writes its change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -34,6 +32,34 @@ CONTROL = ("gradient_scale", "skip")
 """The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change
 nothing.
 """
+
+
+class StepDefinition:
+    """Name the step of one (rule, storage).
+
+    For a matrix rule it only averages, and writes the change that the rule computed on a whole
+    matrix.
+
+    Attributes:
+        names: of the tensors of a state that a kernel reads, in the order of its table.
+        cuts_states: whether states of an elementwise rule are stored in fewer bits than it computes.
+    """
+
+    def __init__(self, rule: AnyRule, storage: Storage) -> None:
+        self.rule = rule
+        self.storage = storage
+        self.is_matrix = isinstance(rule, MatrixRule)
+        bits = [storage.code(name).bits for name, _ in storage.states]
+        self.cuts_states = not self.is_matrix and min(bits, default=32) < 32
+        self.planes = planes_of(storage)
+        self.scaled = storage.scaled
+        self.names = [plane.name for plane in self.planes]
+        self.names += [f"{name}_bound" for name in self.scaled]
+        self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}
+
+
+kernel_of = cache(StepDefinition)
+"""Return the one kernel of a (rule, storage)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,31 +171,3 @@ def step_elements(
         change = change + weight * scalars[rule.decay]
         states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, old, change, states, seed)
-
-
-class StepDefinition:
-    """Name the step of one (rule, storage).
-
-    For a matrix rule it only averages, and writes the change that the rule computed on a whole
-    matrix.
-
-    Attributes:
-        names: of the tensors of a state that a kernel reads, in the order of its table.
-        cuts_states: whether states of an elementwise rule are stored in fewer bits than it computes.
-    """
-
-    def __init__(self, rule: AnyRule, storage: Storage) -> None:
-        self.rule = rule
-        self.storage = storage
-        self.is_matrix = isinstance(rule, MatrixRule)
-        bits = [storage.code(name).bits for name, _ in storage.states]
-        self.cuts_states = not self.is_matrix and min(bits, default=32) < 32
-        self.planes = planes_of(storage)
-        self.scaled = storage.scaled
-        self.names = [plane.name for plane in self.planes]
-        self.names += [f"{name}_bound" for name in self.scaled]
-        self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}
-
-
-kernel_of = lru_cache(None)(StepDefinition)
-"""Return the one kernel of a (rule, storage)."""
