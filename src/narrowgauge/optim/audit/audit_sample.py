@@ -143,8 +143,8 @@ class AuditSample:
         self._is_moved = self._marks(batch) != self.marks
         if self._is_moved:
             # A tensor that takes the memory of another has no such version.
-            tensors = [batch.tensors[place] for place in batch.index[:, 2:].ravel().tolist()]
-            torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+            states = [batch.tensors[place] for place in batch.index[:, 2:].ravel().tolist()]
+            torch.autograd.graph.increment_version([x for x in states if not x.is_inference()])
             self.marks = self._marks(batch)
         lane: Any = None
         if is_audited or self._is_moved or not is_next:
