@@ -49,8 +49,8 @@ def make_run(
         row = {}
         for number, key in enumerate(TENSORS):
             factor = (changed or {}).get((step, key), 1.0)
-            row[key] = [2000 * step + 2 * number + (factor != 1), 2.0 * factor, NUMEL]
-            row[key] += [dtype] * bool(dtype)
+            bits = 2000 * step + 2 * number + (factor != 1)
+            row[key] = [bits, 2.0 * factor, NUMEL, dtype]
         loss = 3.0 + row["output:layers.1"][1]
         run.steps.append({"step": step, "loss": loss, "lr": 1e-3, "grad_norm": 2.0})
         if prints:
@@ -107,7 +107,7 @@ def test_every_place_beyond_rounding_is_listed_at_equal_loss_scales() -> None:
         runs[1].steps[2]["loss_scale"] = scale
         for run, scaled in zip(runs, (1, 65536), strict=True):
             for number in range(6):
-                entry = [10 * number + scaled, 2.0 * scaled, NUMEL]
+                entry = [10 * number + scaled, 2.0 * scaled, NUMEL, ""]
                 run.fingerprints[2]["tensors"][f"grad:layers.{number}"] = entry
         result = FirstDifference(*runs)
         assert {(reading.step, reading.stage) for reading in result.readings} == {(3, "gradient")}
@@ -164,9 +164,9 @@ def test_the_ranks_whose_parts_differ_are_told() -> None:
     for run, hashes in zip(runs, ([7, 8, 9], [7, 5, 9]), strict=True):
         run.fingerprints[1]["tensors"][key].append(hashes)
     assert "Of 3 ranks these differ there: 1." in str(FirstDifference(*runs))
-    runs[0].fingerprints[1]["tensors"][key] = [5, 2.0, NUMEL]  # all are alike
+    runs[0].fingerprints[1]["tensors"][key] = [5, 2.0, NUMEL, ""]  # all are alike
     assert "Of 3 ranks these differ there: 0, 2." in str(FirstDifference(*runs))
-    runs[1].fingerprints[1]["tensors"][key][3] = [1, 2, 3]
+    runs[1].fingerprints[1]["tensors"][key][4] = [1, 2, 3]
     assert "ranks" not in str(FirstDifference(*runs)), "all of them"
 
 
@@ -175,7 +175,8 @@ def test_equal_records_are_the_same_run() -> None:
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
     assert "Recorded settings that differ: num_threads 2 and 1." in str(runs)
     resumed = make_run("a"), make_run("b")
-    resumed[1].fingerprints.append({"step": 1, "tensors": {"weight:layers.0": [9, 1.0, NUMEL]}})
+    again = {"step": 4, "tensors": {"weight:layers.0": [9, 1.0, NUMEL, ""]}}
+    resumed[1].fingerprints.append(again)
     assert not FirstDifference(*resumed).readings, "a row that a resume repeats"
     for run in resumed:
         run.steps[2]["loss"] = math.nan
@@ -210,7 +211,7 @@ def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
 def test_what_only_one_run_has_is_the_answer() -> None:
     first, second = make_run("a"), make_run("b")
     for row in first.fingerprints:
-        row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL]
+        row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL, ""]
     runs = FirstDifference(first, second)
     assert (runs.readings[0].stage, runs.readings[0].what) == ("gradient", "only-in-one-run")
     assert "Only a has grad:layers.2." in str(runs)

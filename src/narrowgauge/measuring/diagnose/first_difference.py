@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, repeat
-from operator import itemgetter
 from typing import Any
 
 from narrowgauge.measuring.diagnose.settings_diff import PROGRAM, recipe_of, settings_diff
@@ -57,14 +56,14 @@ class ComparedValue:
         bits: in which equal values are equal.
         value: a number, or the norm of a tensor.
         count: elements or tokens that it is a sum over; 0 if unknown.
-        hashes: of the ranks, where they differ.
+        hashes: of a tensor: one for each rank, or one for all.
     """
 
     column: Column
     tensor: str
     bits: str
     value: float | None
-    count: float = 0
+    count: float
     hashes: Sequence[int] = ()
 
     @property
@@ -119,8 +118,8 @@ class FirstDifference(Readings):
         units = _roundoffs(first), _roundoffs(second)
         u = tuple(map(max, *units))
         is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
-        details: list[str] = []
         self.is_rounding = self.is_complete = False
+        details = ""
         num_steps = 0
         for step, one, other in _common_steps(first, second):
             num_steps += step > 0
@@ -136,38 +135,34 @@ class FirstDifference(Readings):
                 details = self._details(here, there)
                 break
         self.verdict = self._verdict(num_steps)
-        self.lines = [f"{' and '.join(self.names)}: {self.verdict}", *details]
+        lines = [f"{' and '.join(self.names)}: {self.verdict}", details]
         if math.inf in u and self.readings and self.readings[0].bound is None:
-            words = "No format of the outputs is recorded, so no bound of rounding is known."
-            self.lines.append(words)
+            lines.append("No format of the outputs is recorded, so no bound of rounding is known.")
         pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
         if pairs:
-            self.lines.append(f"Recorded settings that differ: {join_names(pairs, 6)}.")
-        elif self.readings:
-            self.lines.append("No recorded setting differs.")
-        self.lines += [f"Not read: {note}." for note in first.notes + second.notes]
+            lines.append(f"Recorded settings that differ: {join_names(pairs, 6)}.")
+        elif self.readings and not (first.is_foreign or second.is_foreign):
+            lines.append("No recorded setting differs.")
+        lines += [f"Not read: {note}." for note in first.notes + second.notes]
+        self.lines = [*filter(None, lines)]
 
     def _details(
         self, here: Mapping[str, ComparedValue], there: Mapping[str, ComparedValue]
-    ) -> list[str]:
-        """Return which run alone has the first tensor that differs, or which of its ranks differ. A run
-        whose ranks are alike has one hash.
-        """
+    ) -> str:
+        """Return which run alone has the first tensor that differs, or which of its ranks differ."""
         at = self.readings[0]
         if at.what == "only-in-one-run":
-            return [f"Only {self.names[int(at.value or 0)]} has {at.tensor}."]
-        if not at.tensor:
-            return []
-        entries = here[at.tensor], there[at.tensor]
-        count = max(len(entry.hashes) for entry in entries)
-        hashes = [entry.hashes or [int(entry.bits)] * count for entry in entries]
-        ranks = []
-        for rank, (first, second) in enumerate(zip(*hashes, strict=False)):
-            if first != second:
-                ranks.append(str(rank))
-        if len(hashes[0]) != len(hashes[1]) or len(ranks) == count:
-            return []
-        return [f"Of {count} ranks these differ there: {', '.join(ranks)}."]
+            return f"Only {self.names[int(at.value or 0)]} has {at.tensor}."
+        key = at.tensor or at.what
+        few, many = sorted((here[key].hashes, there[key].hashes), key=len)
+        if len(few) == 1:  # all ranks are alike
+            few = [*few] * len(many)
+        if len(few) != len(many):
+            return ""
+        ranks = [str(rank) for rank in range(len(few)) if few[rank] != many[rank]]
+        if len(ranks) == len(few):
+            return ""
+        return f"Of {len(few)} ranks these differ there: {', '.join(ranks)}."
 
     def _verdict(self, number: int) -> str:
         if self.readings:
@@ -198,9 +193,9 @@ def _roundoffs(run: Run) -> tuple[float, float]:
     recipe = recipe_of(run)
     computed = set[str]()
     for row in islice(run.fingerprints, 2):
-        for key, entry in (row.get("tensors") or {}).items():
+        for key, entry in row["tensors"].items():
             if key.startswith("output:"):
-                computed.update(map(str, entry[3:4]))
+                computed.add(entry[3])
     if recipe is not None and computed.isdisjoint(FORMATS):
         computed.add(recipe.compute.dtype)
     stored = computed if recipe is None else computed | {recipe.storage.visible}
@@ -224,8 +219,7 @@ def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
         if run.summary is not None:
             end = [{"step": run.last_step.get("step", 0), LAST: run.summary.get(LAST)}]
         for rows in (run.fingerprints, run.steps, run.evals, end):
-            in_order = sorted(rows, key=itemgetter("step")) if isinstance(rows, list) else rows
-            tables.append(zip(in_order, repeat(side), strict=False))
+            tables.append(zip(rows, repeat(side), strict=False))
     merged = heapq.merge(*tables, key=_step_of)
     for step, group in groupby(merged, _step_of):
         joined: list[Row] = [{}, {}]
@@ -244,7 +238,7 @@ def _entries(row: Row, step: int) -> dict[str, ComparedValue]:
     entries: dict[str, ComparedValue] = {}
     elements = 0
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
-    for key, (bits, norm, numel, *more) in (row.get("tensors") or {}).items():
+    for key, (bits, norm, numel, _, *hashes) in row.get("tensors", {}).items():
         kind = key.partition(":")[0]
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
@@ -252,9 +246,9 @@ def _entries(row: Row, step: int) -> dict[str, ComparedValue]:
         elif kind == "tokens":
             tokens = tokens or numel
             norm = None  # of integers
-        hashes = more[-1] if more and isinstance(more[-1], list) else ()
         if kind in HASHED:
-            entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, hashes)
+            ranks = hashes[0] if hashes else [bits]
+            entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, ranks)
     for name, x in row.items():
         column = COLUMNS.get(name, OTHER)
         is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))
