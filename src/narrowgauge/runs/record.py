@@ -17,7 +17,6 @@ note. At any moment the last line may be torn, which is dropped without a note.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,19 +64,15 @@ class Run:
         """Return the columns of the steps and the evaluations."""
         names: set[str] = set()
         for rows in (self.steps, self.evals):
-            if isinstance(rows, LargeFile) and len(rows):
-                names |= rows.names
-            else:
-                names.update(*rows)
+            names.update(*([rows.names] if isinstance(rows, LargeFile) else rows))
         return frozenset(names)
 
     @property
     def last_step(self) -> Row:
         """Return the row of the last step, which is empty without one."""
-        if isinstance(self.steps, LargeFile) and len(self.steps):
+        if isinstance(self.steps, LargeFile):
             return self.steps.last
-        last = deque(self.steps, 1)
-        return last[0] if last else {}
+        return self.steps[-1] if self.steps else {}
 
     @property
     def is_foreign(self) -> bool:
@@ -224,28 +219,26 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
 class LargeFile:
     """The rows of a file, read anew by each loop over them: a million would take gigabytes.
 
-    The first loop counts them, and collects the names of their columns and the last row.
+    Attributes:
+        names: of their columns.
+        last: the last row.
     """
 
     def __init__(self, file: Path, notes: list[str]) -> None:
         self.file = file
         self.notes = notes
-        self.size = -1
+        self.size = 0
         self.names: set[str] = set()
         self.last: Row = {}
-
-    def __iter__(self) -> Iterator[Row]:
-        size = 0
-        for row in rows_in(self.file, self.notes):
-            size += 1
+        for row in self:
+            self.size += 1
             self.names.update(row)
             self.last = row
-            yield row
-        self.size = size
+
+    def __iter__(self) -> Iterator[Row]:
+        return rows_in(self.file, self.notes)
 
     def __len__(self) -> int:
-        if self.size < 0:
-            deque(self, 0)
         return self.size
 
 
