@@ -173,7 +173,7 @@ def test_the_ranks_whose_parts_differ_are_told() -> None:
 def test_equal_records_are_the_same_run() -> None:
     runs = pair(machine={"num_threads": 1})
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
-    assert "Recorded settings that differ: num_threads 2 and 1." in str(runs)
+    assert "Recorded settings that differ: machine.num_threads 2 and 1." in str(runs)
     resumed = make_run("a"), make_run("b")
     again = {"step": 4, "tensors": {"weight:layers.0": [9, 1.0, NUMEL, ""]}}
     resumed[1].fingerprints.append(again)

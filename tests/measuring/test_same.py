@@ -370,7 +370,27 @@ def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
     values = json.loads(CliRunner().invoke(main, [*words, "--json"]).output)
     assert not values["ok"] and len(values["rows"]) == 2
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
-    for path in ("empty", "absent", "broken.safetensors", ""):  # two files with the same tensors
+    save_distributed({"optim": {"x": ONES}}, checkpoint_id=tmp_path / "states", no_dist=True)
+    for path in ("empty", "absent", "states", ""):  # two files with the same tensors
         with pytest.raises(RecordError, match="Cannot read weights"):
             ng.same({"norm": ONES}, tmp_path / path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("pattern", ["shards/*.safetensors", "dcp/*.distcp", "dcp/.metadata"])
+def test_damaged_weights_are_refused_in_a_line_and_nothing_is_said_of_the_rest(
+    pattern: str, is_there: bool, tmp_path: Path
+) -> None:
+    """A file is cut short, or missing."""
+    model = model_of(num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    save_distributed(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = max(tmp_path.glob(pattern))
+    assert not len(ng.same(model, file.parent))
+    data = file.read_bytes()
+    file.unlink()
+    if is_there:
+        file.write_bytes(data[:-90])
+    with pytest.raises(RecordError, match="Cannot read weights") as refusal:
+        ng.same(model, file.parent)
+    assert "\n" not in str(refusal.value)

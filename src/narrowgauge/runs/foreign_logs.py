@@ -79,7 +79,8 @@ def read_log(path: Path) -> dict[str, Any] | None:
         try:
             rows = _rows_of(file)
             names = dict.fromkeys(chain.from_iterable(rows))
-            by_step = _by_step(rows, names, is_from_zero=file.name == _METRICS)
+            columns = {column: named(names, column) for column in NAMES}
+            by_step = _by_step(rows, columns, is_from_zero=file.name == _METRICS)
         except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             raise damaged(file, error) from error
     steps = []
@@ -99,7 +100,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    is_of_one_chip = named(names, "tokens_per_second") in _OF_ONE_CHIP
+    is_of_one_chip = columns["tokens_per_second"] in _OF_ONE_CHIP
     return {
         "path": file.parent if file.name in (_STATE, _METRICS) else path,
         "run": {SOURCE: {"file": str(file), "of_one_chip": is_of_one_chip}},
@@ -133,13 +134,12 @@ def _titan_row(line: str) -> Row:
     return row
 
 
-def _by_step(rows: list[Row], names: Iterable[str], is_from_zero: bool) -> dict[int, Row]:
+def _by_step(rows: list[Row], columns: Row, is_from_zero: bool) -> dict[int, Row]:
     """Return the known columns of rows by step, from 1 on; the last value of one step counts.
 
     Lightning counts steps from 0: its step 9 is our step 10. So does a log whose first loss is of
     step 0.
     """
-    columns = {column: named(names, column) for column in NAMES}
     by_step: dict[int, Row] = {}
     for row in rows:
         values = {}

@@ -140,7 +140,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
     A run wins over the runs in its folder. These win over logs of other frameworks beside them.
     """
-    places: list[Path] = []
+    places = []
     for path in map(Path, paths):
         runs: list[Path] = []
         with disk_errors(path):
@@ -153,7 +153,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
                 f"No run in '{path}'.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
             )
-        places += runs
+        places.extend(runs)
     return list(dict.fromkeys(places))
 
 

@@ -185,7 +185,7 @@ def readings_of(run: Run, laws: Laws) -> list[Reading]:
     the newest.
     """
     readings: dict[tuple[str, str], Reading] = {}
-    last: list[Reading] = []
+    last = []
     for step in steps_of(run):
         last = laws.read(step)
         for reading in last:

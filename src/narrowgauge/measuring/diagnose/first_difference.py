@@ -94,6 +94,10 @@ class ComparedValue:
         return max(ENVELOPE * u / math.sqrt(count), LEAST[unit]) * size
 
 
+Values = dict[str, ComparedValue]
+"""The values of a step, by tensor or column."""
+
+
 class FirstDifference(Readings):
     """Find the first difference of two runs from their records, finished or not; ``print`` shows a
     table.
@@ -146,9 +150,7 @@ class FirstDifference(Readings):
         lines += [f"Not read: {note}." for note in first.notes + second.notes]
         self.lines = [*filter(None, lines)]
 
-    def _details(
-        self, here: Mapping[str, ComparedValue], there: Mapping[str, ComparedValue]
-    ) -> str:
+    def _details(self, here: Values, there: Values) -> str:
         """Return which run alone has the first tensor that differs, or which of its ranks differ."""
         at = self.readings[0]
         if at.what == "only-in-one-run":
@@ -168,12 +170,11 @@ class FirstDifference(Readings):
         if self.readings:
             at = self.readings[0]
             words = " within rounding" if self.is_rounding else ""
-            size = ""
+            place = f"{at.tensor or at.what} ({at.stage})"
             if at.expected and at.value is not None and math.isfinite(at.value - at.expected):
                 # The first digits of both may not show it.
-                size = f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
-            place = f"{at.tensor or at.what} ({at.stage})"
-            return f"The runs first differ{words} at step {at.step}, in {place}{size}."
+                place += f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
+            return f"The runs first differ{words} at step {at.step}, in {place}."
         if self.is_complete:
             return "The same run, bit for bit to the last weight."
         if not number:
@@ -191,7 +192,7 @@ def _roundoffs(run: Run) -> tuple[float, float]:
     recipe; and of what it stored. Infinity stands for an unknown one.
     """
     recipe = recipe_of(run)
-    computed = set[str]()
+    computed = set()
     for row in islice(run.fingerprints, 2):
         for key, entry in row["tensors"].items():
             if key.startswith("output:"):
@@ -215,7 +216,7 @@ def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
     """
     tables = []
     for side, run in enumerate((first, second)):
-        end: list[Row] = []
+        end = []
         if run.summary is not None:
             end = [{"step": run.last_step.get("step", 0), LAST: run.summary.get(LAST)}]
         for rows in (run.fingerprints, run.steps, run.evals, end):
@@ -233,9 +234,9 @@ def _step_of(entry: tuple[Row, int]) -> int:
     return int(entry[0]["step"])
 
 
-def _entries(row: Row, step: int) -> dict[str, ComparedValue]:
+def _entries(row: Row, step: int) -> Values:
     """Return each compared column and tensor. Gradients are those at loss scale 1."""
-    entries: dict[str, ComparedValue] = {}
+    entries = {}
     elements = 0
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
     for key, (bits, norm, numel, _, *hashes) in row.get("tensors", {}).items():
@@ -260,8 +261,8 @@ def _entries(row: Row, step: int) -> dict[str, ComparedValue]:
 
 def _differences(
     step: int,
-    here: Mapping[str, ComparedValue],
-    there: Mapping[str, ComparedValue],
+    here: Values,
+    there: Values,
     u: Sequence[float],
 ) -> Iterator[Reading]:
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""

@@ -25,7 +25,7 @@ def skipped(emit: Emit) -> Law:
     leading = 0
     since = 0
     last = 0
-    gaps: set[int] = set()
+    gaps = set()
     has_scale = False
     while True:
         step = yield
@@ -94,7 +94,7 @@ def throughput(emit: Emit, size: int = 20, least_seconds: float = 10.0) -> Law:
     Single slow steps do not count: they compile, evaluate or save. Neither does less than ten lost
     seconds, which other programs explain.
     """
-    rates: list[float] = []
+    rates = []
     medians: list[float] = []
     usual = 0.0
     first = 0
@@ -131,7 +131,7 @@ def throughput(emit: Emit, size: int = 20, least_seconds: float = 10.0) -> Law:
 def idle_device(emit: Emit) -> Law:
     """Read a device that is idle for most of the median step. A log may hold the share in percent."""
     bound = KINDS["idle-device"].bound
-    shares: list[float] = []
+    shares = []
     since = 0
     while True:
         step = yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
@@ -35,22 +35,23 @@ def settings_diff(
     first: Row, second: Row, tables: Sequence[str] = TABLES
 ) -> dict[str, tuple[str, str]]:
     """Return the values of both ``run.toml`` that differ, by name: settings, versions, and properties
-    of the data, the machine and its arithmetic.
+    of the data, the machine and its arithmetic, by their table.
 
     Skip entries that only one has, and paths: what is there is in another table.
     """
-    differences: dict[str, tuple[str, str]] = {}
+    differences = {}
     for table in tables:
-        second_values = dict(_leaves(second.get(table, {})))
-        for name, value in _leaves(first.get(table, {})):
+        prefix = "" if table == "config" else f"{table}."
+        second_values = dict(_leaves(second.get(table, {}), prefix))
+        for name, value in _leaves(first.get(table, {}), prefix):
             pair = str(value), str(second_values.get(name, value))
-            is_place = table == "config" and name != "recipe" and all("/" in text for text in pair)
+            is_place = not prefix and name != "recipe" and all("/" in text for text in pair)
             if pair[0] != pair[1] and not is_place:
-                differences.setdefault(name, pair)
+                differences[name] = pair
     return differences
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(values: Row, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a table, those of tables within it by their path."""
     for name, value in values.items():
         if isinstance(value, dict) and name != "recipe":

@@ -51,8 +51,8 @@ def audits(emit: Emit) -> Law:
     """
     stalled: dict[str, float] = {}
     begun = 0
-    shares: list[float] = []
-    errors: list[float] = []
+    shares = []
+    errors = []
     since = 0
     lost = math.nan
     while True:
@@ -83,7 +83,7 @@ def lost_updates(emit: Emit, fewest: int = 5, most: int = 20) -> Law:
     shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=most))
     low: dict[str, float] = {}
     since = dict.fromkeys(("stored-share", "masters-apart"), 0)
-    masters: set[str] = set()
+    masters = set()
     while True:
         step = yield
         masters.update(step.behind or ())

@@ -367,9 +367,8 @@ def _log_probs(values: Any, batch: Any) -> Any:
     """Return the log probability of each token but the first of a sequence, without padding, flat
     in float64; ``None`` if the values are not logits or log probabilities.
     """
-    tokens = batch
-    if isinstance(batch, Mapping):
-        tokens = batch.get("input_ids")
+    inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
         return None
     if values.ndim == 3 and values.shape[:2] == tokens.shape:
@@ -377,9 +376,7 @@ def _log_probs(values: Any, batch: Any) -> Any:
         values = values.gather(-1, tokens[:, 1:, None])[..., 0]
     if values.ndim != 2:
         return None
-    mask = None
-    if isinstance(batch, Mapping):
-        mask = batch.get("attention_mask")
+    mask = inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(tokens)
     values = values[:, -(tokens.shape[1] - 1) :].double()

@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections import Counter
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -35,6 +35,10 @@ CHUNK = 1 << 17
 """Elements that are compared at once: they stay in the cache."""
 MOST_ROWS = 8
 """Printed tensors."""
+SHOWN = {
+    "weights": "name", "values": "values", "differ": "differ", "change": "change", "factor": "factor", "nonfinite": "nonfinite",
+}  # fmt: skip
+"""Printed columns."""
 MOST_TIMES = 0.05
 """Distance from the adapters' own product that roundings of a merge may give."""
 ROUNDINGS = 1.5
@@ -127,24 +131,14 @@ def weights_in(source: Weights) -> dict[str, StoredWeight]:
     Raises:
         RecordError: a path holds no weights, damaged ones, or tensors in parts.
     """
-    layers: dict[str, Any] = {}
-    buffers: dict[str, Tensor] = {}
-    tensors: Mapping[str, Any]
+    buffers = {}
+    tensors: Any = source
     if isinstance(source, nn.Module):
-        layers = dict(source.named_modules())
         buffers = dict(source.named_buffers())
         tensors = {**dict(source.named_parameters(remove_duplicate=False)), **buffers}
-    elif isinstance(source, Mapping):
-        tensors = source
-    else:
-        try:
-            tensors = _read_files(Path(source))
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise RecordError(
-                f"Cannot read weights from {source}: {error}.", "Name another file or folder."
-            ) from error
+    elif not isinstance(source, Mapping):
+        tensors = _read_files(Path(source))
     weights = {}
-    x: Any
     for name, x in tensors.items():
         codes = getattr(x, "qdata", None)
         if codes is not None and codes.shape == x.shape:  # of torchao
@@ -156,10 +150,11 @@ def weights_in(source: Weights) -> dict[str, StoredWeight]:
             if weight.tensor.element_size() == 1 and name + end in weights:
                 weight.scale = weights.pop(name + end).tensor
                 weight.is_buffer = False
-    for name, layer in layers.items():
-        key = _plain(f"{name}.weight")
-        if key in weights and hasattr(layer, "merged_adapters"):
-            weights[key].layer = layer
+    if isinstance(source, nn.Module):
+        for name, layer in source.named_modules():
+            key = _plain(f"{name}.weight")
+            if key in weights and hasattr(layer, "merged_adapters"):
+                weights[key].layer = layer
     return weights
 
 
@@ -171,16 +166,32 @@ def _plain(name: str) -> str:
 
 
 def _read_files(path: Path) -> dict[str, Tensor]:
-    if (path / ".metadata").exists():
-        return _distributed(path)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        part = load_file(file)
-        if not tensors.keys().isdisjoint(part):
-            raise ValueError("two of its files hold parts of one tensor")
-        tensors |= part
-    if not tensors:
-        raise ValueError("it holds no safetensors file, and no checkpoint of torch.distributed")
+    """Read a file, a folder of files, or a checkpoint, each whole or not at all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    tensors = {}
+    try:
+        if (path / ".metadata").exists():
+            tensors = _distributed(path)
+        else:
+            for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+                part = load_file(file)
+                if not tensors.keys().isdisjoint(part):
+                    raise ValueError("two of its files hold parts of one tensor")
+                tensors |= part
+            for index in path.glob("*.safetensors.index.json"):
+                missing = json.loads(index.read_bytes())["weight_map"].keys() - tensors.keys()
+                if missing:
+                    raise ValueError(f"no file holds {join_names(missing)} of {index.name}")
+        if not tensors:
+            raise ValueError("no safetensors file or checkpoint in it holds weights")
+    except (Exception, CheckpointException) as error:
+        failures = getattr(error, "failures", {0: (error, None)})
+        reason = re.split(r"\.?\s*\n|\. ", str(failures[min(failures)][0]))[0]
+        raise RecordError(
+            f"Cannot read weights from {path}: {reason}.",
+            "Name a .safetensors file, a folder of them, or a checkpoint of torch.distributed.",
+        ) from error
     return tensors
 
 
@@ -189,7 +200,7 @@ def _distributed(folder: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     paths = {}
     metadata: Any = FileSystemReader(folder).read_metadata()
     for key, entry in metadata.state_dict_metadata.items():
@@ -357,11 +368,7 @@ def _lines(rows: list[Row]) -> Iterator[str]:
     equal = f"{len(rows) - len(differing)} of {plural(len(rows), 'tensor')} are equal"
     yield f"weights: {share:.2%} of {plural(values, 'value')} differ; {equal}"
     if differing:
-        names = ("values", "differ", "change", "factor", "nonfinite")
-        table = Table(
-            differing[:MOST_ROWS], {"weights": "name", **dict(zip(names, names, strict=True))}
-        )
-        yield from table.plain().splitlines()
+        yield from Table(differing[:MOST_ROWS], SHOWN).plain().splitlines()
     for row in rows:
         times = row["adapter_times"] or 0.0
         if abs(times) > MOST_TIMES:
