@@ -82,6 +82,15 @@ def test_what_a_record_does_not_show_is_said() -> None:
     assert ng.diagnose(run).unseen["the clip"] == "it happened"
 
 
+def test_what_a_watch_told_of_an_earlier_step_is_not_left_out() -> None:
+    """A count may be below its bound at the end. What is there at the end is a reading alone."""
+    run = with_event("stored-share", tensor="a.weight")
+    assert f"stored-share of a.weight (was told at step {AT}" in str(ng.diagnose(run))
+    run.steps[AT - 1]["loss"] = 9.0
+    run.events[-1] |= {"what": "spike", "tensor": ""}
+    assert "was told" not in str(ng.diagnose(run))
+
+
 # ── the command, and damaged records ──────────────────────────────────────────────────────────────
 
 

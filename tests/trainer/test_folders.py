@@ -2,7 +2,6 @@
 afterwards, in its file or beside it in ``FILE.cut``.
 """
 
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -69,12 +68,9 @@ def damage_settings(folder: Path) -> None:
     (folder / "run.toml").write_text("schema_version = ")
 
 
-def of_a_newer_version(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        text = (folder / name).read_text()
-        (folder / name).write_text(re.sub(r'(schema_version"?\s*[=:]\s*)2', r"\g<1>3", text))
-
-    return change
+def make_settings_newer(folder: Path) -> None:
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace("schema_version = 2", "schema_version = 3"))
 
 
 def record_of_a_loop(folder: Path) -> None:
@@ -123,9 +119,8 @@ STATES = {
     "stopped, pruned, events lost": ("stopped", both(prune, remove("events.jsonl")), (0, "begins again")),
     "stopped, pruned, settings damaged": ("stopped", both(prune, damage_settings), (2, "is damaged")),
     "stopped, pruned, settings lost": ("stopped", both(prune, remove("run.toml")), (2, "not to be overwritten")),
-    "stopped, newer settings": ("stopped", of_a_newer_version("run.toml"), NEWER),
-    "stopped, pruned, newer settings": ("stopped", both(prune, of_a_newer_version("run.toml")), NEWER),
-    "finished, newer summary": ("finished", of_a_newer_version("summary.json"), NEWER),
+    "stopped, newer settings": ("stopped", make_settings_newer, NEWER),
+    "stopped, pruned, newer settings": ("stopped", both(prune, make_settings_newer), NEWER),
     "no checkpoint yet": ("stopped", keep_first_row, (0, "begins again")),
     "a record of a user's loop": ("finished", record_of_a_loop, (2, "not to be overwritten")),
     "files of a user": ("finished", files_of_a_user, (2, "not to be overwritten")),

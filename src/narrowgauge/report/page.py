@@ -7,19 +7,18 @@ tables equal the terminal's. Text of a run is escaped, so the name of a tensor i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from html import escape
 from importlib import resources
-from typing import Any
+from itertools import chain
 
 import numpy as np
 
 from narrowgauge.measuring.diagnose.comparison import Comparison, interval, run_labels, seed_of
 from narrowgauge.measuring.diagnose.diagnose import Diagnosis
 from narrowgauge.report.figures import COLOURS, Line, figure
-from narrowgauge.runs.paths import PAGE_MARK
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, number
 from narrowgauge.runs.text import join_names, plural
@@ -38,6 +37,8 @@ ABOUT = {
     "Software": "Narrowgauge {versions[narrowgauge]}; PyTorch {versions[torch]}; Python {versions[python]}",
 }
 """What the page begins with: phrases of settings. One of an absent setting is left out."""
+PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
+"""In every page that we write."""
 MOST_LINES = 20
 """Of more, only the means of the recipes are drawn."""
 CURVES = {name: column for name, column in (EVAL | STEP).items() if column.curve}
@@ -142,25 +143,16 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
         turn, place = divmod(order.index(label), len(COLOURS))
         colour = COLOURS[place]
         dash = "none" if turn == 0 else "5 3"
-        for name in CURVES:
-            rows = run.evals if name in EVAL else run.steps
-            steps, values = column_in(rows, name)
-            if len(steps):
-                line = Line(label, colour, seed_of(run), steps, values, dash=dash)
-                lines[name].append(line)
+        points: dict[str, list[tuple[int, float]]] = {}
+        for row in chain(run.steps, run.evals):
+            for name in row.keys() & CURVES:
+                value = number(row[name])
+                if value is not None:
+                    points.setdefault(name, []).append((row["step"], value))
+        for name, pairs in points.items():
+            steps, values = np.array(pairs, float).T
+            lines[name].append(Line(label, colour, seed_of(run), steps, values, dash=dash))
     return lines
-
-
-def column_in(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of the rows that have a column."""
-    steps = []
-    values = []
-    for row in rows:
-        value = number(row.get(name))
-        if value is not None:
-            steps.append(row["step"])
-            values.append(value)
-    return np.array(steps, float), np.array(values, float)
 
 
 def differences(lines: Sequence[Line], baseline: str | None) -> list[Line]:

@@ -22,23 +22,12 @@ ROW_FILES = ("steps", "evals", "events", "fingerprints")
 """The kinds of rows. Each has a file in a run folder: ``steps.jsonl`` and so on."""
 RUN_FILES = (*(f"{name}.jsonl" for name in ROW_FILES), "summary.json", "run.toml")
 """The files of a run's record."""
-PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
-"""In the first bytes of every page that we write."""
 
 
 def is_run(path: Path) -> bool:
     """Return whether a folder holds a run of ours."""
     with disk_errors(path):
         return (path / "run.toml").is_file()
-
-
-def is_page(file: Path) -> bool:
-    """Return whether a file is a page of ours, which may be replaced."""
-    with disk_errors(file):
-        if not file.is_file():
-            return False
-        with file.open("rb") as stream:
-            return PAGE_MARK in stream.read(4096)
 
 
 # ── to write ──────────────────────────────────────────────────────────────────────────────────────

@@ -59,14 +59,6 @@ class Run:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
         return _rows(self.path / "fingerprints.jsonl", self.notes)
 
-    @cached_property
-    def columns(self) -> frozenset[str]:
-        """Return the columns of the steps and the evaluations."""
-        names: set[str] = set()
-        for rows in (self.steps, self.evals):
-            names.update(*([rows.names] if isinstance(rows, LargeFile) else rows))
-        return frozenset(names)
-
     @property
     def last_step(self) -> Row:
         """Return the row of the last step, which is empty without one."""
@@ -140,35 +132,29 @@ def read_settings(path: Path) -> Row:
     for name, table in run.items():
         if name != "schema_version" and not isinstance(table, dict):
             raise damaged(file, f"'{name}' is not a table")
-    _require_version(file, run.get("schema_version"))
-    return run
-
-
-def read_summary(path: Path, notes: list[str]) -> Row | None:
-    """Return the metrics of a finished run; without them, or if they are damaged, it is not finished."""
-    file = path / "summary.json"
-    data = read_bytes(file)
-    if data is None:
-        return None
-    try:
-        summary = dict(json.loads(data))
-    except (ValueError, TypeError) as error:
-        notes.append(f"summary.json is damaged ({error}) and was left out")
-        return None
-    _require_version(file, summary.get("schema_version", VERSION))
-    return summary
-
-
-class SchemaError(RecordError):
-    """A file of another version, which is whole and is not to be written again."""
-
-
-def _require_version(file: Path, version: object) -> None:
+    version = run.get("schema_version")
     if version != VERSION:
         raise SchemaError(
             f"{file} has record schema {version}; this version reads {VERSION}.",
             "Read it with the version that wrote it.",
         )
+    return run
+
+
+def read_summary(path: Path, notes: list[str]) -> Row | None:
+    """Return the metrics of a finished run; without them, or if they are damaged, it is not finished."""
+    data = read_bytes(path / "summary.json")
+    if data is None:
+        return None
+    try:
+        return dict(json.loads(data))
+    except (ValueError, TypeError) as error:
+        notes.append(f"summary.json is damaged ({error}) and was left out")
+        return None
+
+
+class SchemaError(RecordError):
+    """A file of another version, which is whole and is not to be written again."""
 
 
 def lines_in(file: Path) -> Iterator[tuple[bytes, Row | None]]:
@@ -217,22 +203,17 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
 
 
 class LargeFile:
-    """The rows of a file, read anew by each loop over them: a million would take gigabytes.
-
-    Attributes:
-        names: of their columns.
-        last: the last row.
+    """The rows of a file, read anew by each loop over them: a million would take gigabytes. The last
+    one is kept.
     """
 
     def __init__(self, file: Path, notes: list[str]) -> None:
         self.file = file
         self.notes = notes
         self.size = 0
-        self.names: set[str] = set()
         self.last: Row = {}
         for row in self:
             self.size += 1
-            self.names.update(row)
             self.last = row
 
     def __iter__(self) -> Iterator[Row]:

@@ -116,8 +116,7 @@ class Record:
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""
-        content = plain({"schema_version": VERSION, **row})
-        write_whole(self.path / "summary.json", json.dumps(content, indent=1).encode())
+        write_whole(self.path / "summary.json", json.dumps(plain(row), indent=1).encode())
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
@@ -187,9 +186,7 @@ def shortened(row: Row) -> Row:
             lists[name] = sorted(tensors.items(), key=itemgetter(1))
         elif isinstance(tensors, list):
             lists[name] = tensors
-    short = row
-    most = LISTED
-    while lists and most and (short is row or len(_line(short)) > ROW):
+    for most in (LISTED, 10, 5, 2, 1):
         short = {**row}
         counts = {}
         for name, tensors in lists.items():
@@ -198,7 +195,8 @@ def shortened(row: Row) -> Row:
                 counts[name] = len(tensors)
         if counts:
             short["counts"] = counts
-        most //= 2
+        if len(_line(short)) <= ROW:
+            break
     return short
 
 

@@ -84,7 +84,7 @@ class Comparison:
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
         rows = json_value(list(self.rows))
-        return f"{json.dumps(rows, indent=1, allow_nan=False, ensure_ascii=False)}\n".encode()
+        return f"{json.dumps(rows, indent=1)}\n".encode()
 
 
 def shown_difference(row: Row) -> str:
@@ -133,9 +133,8 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         groups.setdefault(label, []).append(run)
     rows = [_row(label, group) for label, group in groups.items()]
     base = max(rows, key=lambda row: _precision(row, groups[row["recipe"]][0]))
-    if not base["num_seeds"]:
-        return Comparison(tuple(rows), None, _sentence(rows, base), 0.0)
     base["verdict"] = base["verdict"] or BASELINE
+    size = abs(base["val_loss"] or 0.0)
     losses = _losses(groups[base["recipe"]])
     for row in rows:
         pairs = []
@@ -149,9 +148,9 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
             if math.isfinite(half):
                 row["difference_interval"] = [mean - half, mean + half]
         limits = row["difference_interval"]
-        row["verdict"] = row["verdict"] or _verdict(limits, abs(base["val_loss"]))
-    acceptable = ACCEPTABLE * abs(base["val_loss"])
-    return Comparison(tuple(rows), base["recipe"], _sentence(rows, base), acceptable)
+        row["verdict"] = row["verdict"] or _verdict(limits, size)
+    baseline = base["recipe"] if base["num_seeds"] else None
+    return Comparison(tuple(rows), baseline, _sentence(rows, base), ACCEPTABLE * size)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -234,9 +233,9 @@ def _row(label: str, group: Sequence[Run]) -> Row:
             summaries.append(summary)
     row: Row = {"recipe": label}
     for metric in METRICS:
-        values = [summary.get(metric.name) for summary in summaries]
-        known = [value for value in values if value is not None]
-        row[metric.name] = _OVER[metric.over](known) if known else None
+        name = metric.name
+        known = [summary[name] for summary in summaries if summary.get(name) is not None]
+        row[name] = _OVER[metric.over](known) if known else None
     row |= {
         "num_seeds": len(summaries),
         "difference": None,

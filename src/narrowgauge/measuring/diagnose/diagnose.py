@@ -7,13 +7,13 @@ lists what the record shows, and what it does not.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.measuring.diagnose.first_difference import FirstDifference
-from narrowgauge.measuring.diagnose.laws import RULES, Laws
+from narrowgauge.measuring.diagnose.laws import Laws
 from narrowgauge.measuring.diagnose.settings_diff import recipe_of
 from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, StepMetrics
 from narrowgauge.measuring.kinds import KINDS
@@ -59,11 +59,9 @@ class Diagnosis(Readings):
         laws = Laws(ignored(run))
         readings = readings_of(run, laws)
         looked_at = laws.looked_at()
-        self.areas = [area for area in areas_of(run) if area in looked_at]
-        unseen = {
-            f"{r.what} of {r.tensor or 'the run'}": r.text.partition(". ")[0] for r in laws.usual
-        }
-        super().__init__(readings, unseen=unseen | _unseen(run, looked_at))
+        areas = areas_of(run, laws)
+        self.areas = [area for area in areas if area in looked_at]
+        super().__init__(readings, unseen=_unseen(run, laws, areas, readings))
         self.name = run.path.name or run.path.resolve().name
         self.is_finished = is_finished(run)
         rows = plural(len(run.steps), "row")
@@ -147,30 +145,42 @@ def steps_of(run: Run) -> Iterator[StepMetrics]:
     return map(StepMetrics.of, heapq.merge(run.steps, run.evals, key=itemgetter("step")))
 
 
-def areas_of(run: Run) -> list[str]:
-    """Return the areas that a run could have shown: those that laws read, of the columns that a log of
-    another program may have, or else those of a recorded loop.
+def areas_of(run: Run, laws: Laws) -> list[str]:
+    """Return the areas that a run could have shown: those of the columns that a log of another program
+    may have, or else those of a recorded loop.
     """
-    has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
-    absent = {"use of the device", "stored updates" if has_audits else "audits"}
-    if run.run.get("machine", {}).get("ranks", 1) == 1:
-        absent |= {COLUMNS["apart"].area, COLUMNS["same_data"].area}
-    columns = {name for rule in RULES for name in rule.needs | rule.also}
-    if run.is_foreign:
-        columns &= NAMES.keys()
-        absent = set()
-    areas = [column.area for name, column in COLUMNS.items() if name in columns and column.area]
-    shown = {COLUMNS[name].area for name in run.columns & COLUMNS.keys()}
-    return [area for area in dict.fromkeys(areas) if area in shown or area not in absent]
+    names = NAMES.keys() if run.is_foreign else COLUMNS.keys()
+    absent = set()
+    if not run.is_foreign:
+        has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
+        absent = {"use of the device", "stored updates" if has_audits else "audits"}
+        if run.run.get("machine", {}).get("ranks", 1) == 1:
+            absent |= {COLUMNS["apart"].area, COLUMNS["same_data"].area}
+        absent -= {COLUMNS[name].area for name in laws.columns}
+    areas = [column.area for name, column in COLUMNS.items() if column.area and name in names]
+    return [area for area in dict.fromkeys(areas) if area not in absent]
 
 
-def _unseen(run: Run, looked_at: Mapping[str, int]) -> dict[str, str]:
-    """Return what was not looked at: areas, and what the watch could not measure."""
+def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> dict[str, str]:
+    """Return what was not looked at: counts below their bound, areas, what the watch could not measure, and
+    what it told of an earlier step and not of the last.
+    """
+    unseen = {}
+    for reading in laws.usual:
+        sentence = reading.text.partition(". ")[0]
+        unseen[f"{reading.what} of {reading.tensor or 'the run'}"] = sentence
+    looked_at = laws.looked_at()
     flags = {} if run.is_foreign else FLAGS
-    unseen = {area: flags.get(area, "") for area in areas_of(run) if area not in looked_at}
+    for area in areas:
+        if area not in looked_at:
+            unseen[area] = flags.get(area, "")
+    told = {reading.what for reading in readings}
     for row in run.events:
+        name = str(row.get("tensor"))
         if row["what"] == "unseen":
-            unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
+            unseen[name] = str(row.get("text") or "").rstrip(".")
+        elif row["what"] in KINDS.keys() - told:
+            unseen[f"{row['what']} of {name}"] = f"was told at step {row['step']}, not at the last"
     return unseen | OUTSIDE
 
 
@@ -192,9 +202,10 @@ def readings_of(run: Run, laws: Laws) -> list[Reading]:
             if KINDS[reading.what].over == "step":
                 readings.setdefault((reading.what, reading.stage), reading)
     readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
-    if "not-restored" in laws.ignore:
-        return [*readings.values()]
-    return [*readings.values(), *_not_restored(run)]
+    found = [*readings.values()]
+    if "not-restored" not in laws.ignore:
+        found += _not_restored(run)
+    return found
 
 
 def _not_restored(run: Run) -> Iterator[Reading]:

@@ -36,6 +36,7 @@ class Laws:
         say: called with an error in a law, after which no law reads; without it the error is raised.
 
     Attributes:
+        columns: that were in a step.
         usual: counts of the newest step that are below their bound: a loop may mean them.
 
     Example:
@@ -66,6 +67,7 @@ class Laws:
         self._readings: list[Reading] = []
         self.usual: list[Reading] = []
         self._laws = [rule.law(self._tell) for rule in RULES]
+        self.columns: set[str] = set()
         self._counts: Counter[tuple[DeclaredLaw, str]] = Counter()
         self._told: dict[tuple[str, ...], float] = {}
         for law in self._laws:
@@ -100,6 +102,7 @@ class Laws:
     def _count(self, step: StepMetrics) -> None:
         """Count the columns that each law could judge in a step."""
         columns = step.columns.keys()
+        self.columns |= columns
         for rule in RULES:
             if rule.needs <= columns:
                 for name in (rule.needs | rule.also) & columns:

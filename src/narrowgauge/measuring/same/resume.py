@@ -71,24 +71,30 @@ def check_resume(
     """
     unseen = dict[str, str]()
     lines = list[str]()
-    undrawn = generators()
-    at_save = snapshot(_objects_of(step, step()), unseen)
+    lines_later = list[str]()
+
+    def states_of(step: StepFunction, returned: Any) -> StateTexts:
+        objects = {**_objects_of(step, returned), "generators": generator_states()}
+        return snapshot(objects, unseen)
+
+    def states_after(step: StepFunction) -> StateTexts:
+        for _ in range(steps - 1):
+            step()
+        return states_of(step, step())
+
+    undrawn = snapshot({"generators": generator_states()}, unseen)
+    before = states_of(step, step())
     saved = save()
-    states = generators()
-    later = snapshot(_after(step, steps), unseen)
-    states_later = generators()
-    # A generator that the steps do not draw from changes nothing.
-    drawn = differing(undrawn, states_later)
+    later = states_after(step)
+    for path, text in undrawn.items():
+        if later[path] == text:  # a generator that the steps do not draw from changes nothing
+            del before[path], later[path]
     # The random generators of a new process differ, so a load must set them.
     torch.rand(7), np.random.rand(7), random.random()
     returned, fresh_step = load(saved)
-    before = at_save | {name: states[name] for name in drawn}
-    now = snapshot(_objects_of(fresh_step, returned), unseen) | generators()
-    lost = compare(before, now, "after the load", lines)
-    now = snapshot(_after(fresh_step, steps), unseen) | generators()
-    later |= {name: states_later[name] for name in drawn}
-    lines_later = list[str]()
-    differing_later = compare(later, now, f"{plural(steps, 'step')} after the load", lines_later)
+    lost = compare(before, states_of(fresh_step, returned), "after the load", lines)
+    when = f"{plural(steps, 'step')} after the load"
+    differing_later = compare(later, states_after(fresh_step), when, lines_later)
     if not lost or not differing_later:
         lines += lines_later
     what = "not-restored" if lost else "lost-elsewhere"
@@ -98,12 +104,6 @@ def check_resume(
         kinds = lost or differing_later
     words = "every state has the bits of the run that went on; steps= crosses an epoch"
     return Readings([measured(what, kind) for kind in kinds], lines, words, unseen)
-
-
-def _after(step: StepFunction, steps: int) -> Objects:
-    for _ in range(steps - 1):
-        step()
-    return _objects_of(step, step())
 
 
 def _objects_of(step: StepFunction, returned: Any) -> Objects:
@@ -124,23 +124,18 @@ def _objects_of(step: StepFunction, returned: Any) -> Objects:
 # ── two states ────────────────────────────────────────────────────────────────────────────────────
 
 
-def differing(before: StateTexts, now: StateTexts) -> list[str]:
-    """Return the paths of states that are others now, or missing, of objects that are there."""
+def compare(before: StateTexts, now: StateTexts, when: str, lines: list[str]) -> list[str]:
+    """Return the kinds of states that differ or are missing, of objects that are there, with lines of what
+    was saved and what is there.
+    """
+    kinds = dict[str, list[str]]()
+    number = len(before)
     there = {path.partition(".")[0] for path in now}
-    paths = []
     for path, text in before.items():
         if path.partition(".")[0] in there and text != now.get(path):
-            paths.append(path)
-    return paths
-
-
-def compare(before: StateTexts, now: StateTexts, when: str, lines: list[str]) -> list[str]:
-    """Return the kinds of states that differ, with lines of what was saved and what is there."""
-    kinds = dict[str, list[str]]()
-    paths = differing(before, now)
-    for path in paths:
-        kinds.setdefault(_kind_of(path)[0], []).append(path)
-    lines.append(f"{when}: {len(before) - len(paths)} of {len(before)} states have the same bits")
+            kinds.setdefault(_kind_of(path)[0], []).append(path)
+            number -= 1
+    lines.append(f"{when}: {number} of {len(before)} states have the same bits")
     for kind, (path, *others) in kinds.items():
         name = _kind_of(path)[1]
         text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
@@ -218,8 +213,3 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{path}.{bare_name(str(key))}")
     if not items:
         yield path, value
-
-
-def generators() -> StateTexts:
-    """Return the states of the random generators of this process."""
-    return snapshot({"generators": generator_states()}, {})

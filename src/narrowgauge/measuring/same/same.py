@@ -205,9 +205,9 @@ def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
     largest = 0.0
     for x, y in zip(first, second, strict=True):
         if x.numel():
-            off = torch.atleast_1d(torch.where(x == y, 0.0, y.double() - x.double()))
-            row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)
-            lengths = row.norm(dim=-1)
+            row = torch.atleast_1d(x.double())
+            off = torch.where(row == y, 0.0, y.double() - row)
+            lengths = row.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
             floor = 1e-3 * lengths.square().mean().sqrt() + 1e-300
             relative = off.nan_to_num(nan=math.inf).norm(dim=-1) / lengths.maximum(floor)
             largest = max(largest, float(relative.max()))
