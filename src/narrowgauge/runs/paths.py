@@ -129,7 +129,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
     A run wins over the runs in its folder. These win over logs of other frameworks beside them.
     """
-    places = []
+    folders = []
     for path in map(Path, paths):
         runs: list[Path] = []
         with disk_errors(path):
@@ -142,8 +142,8 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
                 f"No run in '{path}'.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
             )
-        places.extend(runs)
-    return list(dict.fromkeys(places))
+        folders.extend(runs)
+    return list(dict.fromkeys(folders))
 
 
 def only_run(path: str | Path) -> Path:
@@ -154,7 +154,7 @@ def only_run(path: str | Path) -> Path:
     """
     first, *others = run_folders([path])
     if others:
-        names = join_names((place.name for place in (first, *others)), 6)
+        names = join_names((folder.name for folder in (first, *others)), 6)
         raise RecordError(
             f"One run was asked about, and {path} holds {len(others) + 1}: {names}.",
             f"Name one, such as {first}.",

@@ -66,16 +66,16 @@ class Laws:
         self._step = 0
         self._readings: list[Reading] = []
         self.usual: list[Reading] = []
-        self._laws = [rule.law(self._tell) for rule in RULES]
+        self._laws = [rule.law(self._emit) for rule in RULES]
         self.columns: set[str] = set()
         self._counts: Counter[tuple[DeclaredLaw, str]] = Counter()
-        self._told: dict[tuple[str, ...], float] = {}
+        self._reported: dict[tuple[str, ...], float] = {}
         for law in self._laws:
             next(law)
         for step in steps:
             self.fresh(step)
 
-    def _tell(
+    def _emit(
         self, what: str, *numbers: Any, step: int = 0, stage: str = "", is_usual: bool = False
     ) -> None:
         """Take a reading of a law, of the current step if no other is named."""
@@ -126,7 +126,7 @@ class Laws:
         new = []
         for reading in self.read(step):
             key = reading.what, reading.stage
-            if reading.excess > TWICE * self._told.get(key, -1.0):
-                self._told[key] = reading.excess
+            if reading.excess > TWICE * self._reported.get(key, -1.0):
+                self._reported[key] = reading.excess
                 new.append(reading)
         return new

@@ -242,9 +242,9 @@ def _run(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
             policies.append(wide)
         before = generator_states()
-        with PolicyMode(*policies) as beside:
+        with PolicyMode(*policies) as mode:
             values = side(**batch) if is_named else side(batch)
-        recording.draws = generator_states() != before or bool(beside.generators)
+        recording.draws = generator_states() != before or bool(mode.generators)
     recording.end(values, batch)
     return recording
 
@@ -288,13 +288,13 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     else:
         forced = ours.outputs
         alone = _run(second, batch, forced)
-    beside = []
+    shadowed = []
     noises = []
     for side, pass_ in ((first, ours), (second, theirs)):
         if pass_.unit() == unit:  # in equal formats neither side sets its own bound
-            beside.append(_run(side, batch, forced, Float64Shadow()))
+            shadowed.append(_run(side, batch, forced, Float64Shadow()))
             noises.append(_run(side, batch, {}, Float64Shadow()).noise)
-    _compare_places(places, ours, alone, beside, max(UNUSUAL, 16 * unit), result)
+    _compare_places(places, ours, alone, shadowed, max(UNUSUAL, 16 * unit), result)
     if LOG_PROBS in places:
         noise = min(noises, key=torch.norm) + unit
         _compare_log_probs(theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0], noise, result)
@@ -306,7 +306,7 @@ def _compare_places(
     places: list[str],
     ours: Recording,
     theirs: Recording,
-    beside: list[Recording],
+    shadowed: list[Recording],
     limit: float,
     result: Same,
 ) -> None:
@@ -314,20 +314,20 @@ def _compare_places(
     roundings explain.
 
     Args:
-        beside: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
+        shadowed: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
         limit: of the roundings of a place that set a bound.
     """
     readings = []
     unfollowed = []
     for place in places:
-        sizes = [pass_.noises[place] for pass_ in beside if place in pass_.noises]
+        sizes = [pass_.noises[place] for pass_ in shadowed if place in pass_.noises]
         if place == LOG_PROBS:
             continue
         if not sizes:
             unfollowed.append(place)
             continue
         value = distance(ours.outputs[place], theirs.outputs[place])
-        bound = MARGIN * min(*sizes, limit) + 3 * unit_at(beside[0].outputs[place])
+        bound = MARGIN * min(*sizes, limit) + 3 * unit_at(shadowed[0].outputs[place])
         readings.append(measured("other-outputs", place, value, 0.0, bound))
     differing = [reading for reading in readings if reading.value]
     places_differ = f"{len(differing)} of {plural(len(readings), 'place')} of modules differ"
