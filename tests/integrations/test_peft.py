@@ -67,7 +67,17 @@ def test_a_server_holds_each_adapter_once(times: int, form: str) -> None:
     assert len(held) > 3 and held.pop(f"{name}.weight") == pytest.approx(times - 1, abs=2e-2)
     assert max(map(abs, held.values())) < 0.05
     assert result.ok == (times == 1), result
-    assert any("v_proj.weight: -1.0" in line for line in result.lines) == (times == 0)
+    told = [(r.tensor, round(r.value)) for r in result if r.what == "adapter-times"]
+    assert told == [(f"{name}.weight", times - 1)] * (times != 1)
+
+
+def test_adapters_that_a_merge_rounds_away_are_told() -> None:
+    trainer = adapted(llama(dtype=torch.bfloat16))
+    for name, p in trainer.named_parameters():
+        if "lora_B" in name:
+            p.data.mul_(1e-3)
+    (reading,) = ng.same(trainer, copy.deepcopy(trainer).merge_and_unload())
+    assert reading.what == "adapter-times" and -1.1 < reading.value < -0.5, reading
 
 
 @pytest.mark.parametrize("compute", [None, "int8-row"])

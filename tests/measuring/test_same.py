@@ -319,6 +319,33 @@ def test_a_fault_sets_no_bound_whichever_side_it_is_on() -> None:
         assert ng.same(*pair, TOKENS)[0].tensor == "1"
 
 
+class Cached(nn.Module):
+    """Values that pass through 8 bits, with a scale or without."""
+
+    scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * x.abs().amax() / 448 if self.scale else torch.ones(())
+        return (x / scale).to(F8).to(x.dtype) * scale
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_right_cast_of_one_side_is_of_rounding_and_a_cast_without_its_scale_is_not(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    trainer = nn.Sequential(nn.Embedding(61, 32), nn.Identity(), nn.Linear(32, 61)).to(dtype)
+    with torch.no_grad():
+        trainer[0].weight.mul_(1e-3)
+    server = copy.deepcopy(trainer)
+    server[1] = Cached()
+    for pair in ((trainer, server), (server, trainer)):
+        server[1].scale = 1.0
+        assert not len(ng.same(*pair, TOKENS))
+        server[1].scale = 0.0
+        assert ng.same(*pair, TOKENS)[0].tensor.startswith("1")
+
+
 def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> None:
     model = model_of()
     states = model.state_dict()

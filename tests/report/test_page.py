@@ -77,14 +77,6 @@ def test_differences_are_paired_by_seed_and_averaged() -> None:
             assert one.values == pytest.approx([0.25] * len(one.values))
 
 
-def test_the_interval_at_each_step_is_that_of_the_pairs() -> None:
-    group = [line([mean, 4.0]) for mean in (1.0, 2.0, 3.0)]
-    mean, low, high = with_means(group, has_intervals=True)
-    assert mean.values.tolist() == [2.0, 4.0] and mean.is_main and not low.is_main
-    half = pytest.approx([4.302653 / 3**0.5, 0.0], abs=1e-6)
-    assert high.values - mean.values == half == mean.values - low.values
-
-
 def test_no_axis_makes_a_trend_of_noise_or_is_flattened_by_a_spike() -> None:
     assert axis_range(np.array([*range(100), 1e6]))[1] < 1000
     assert axis_range(np.array([1.0, 2.0, 3.0, 4.0, 1000.0])) == pytest.approx((0.25, 16.75))

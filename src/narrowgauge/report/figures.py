@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,18 +83,18 @@ def figure(
         band: half width of a grey band around zero.
     """
     title, caption, unit = map(escape, heading)
-    size = max(1, sum(map(len, map(attrgetter("steps"), lines))) // POINTS)
+    size = max(1, sum(len(line.steps) for line in lines) // POINTS)
     if size > 1:
         unit += f" (means of {size} points)"
-    thin = list(map(thinned, lines, [size] * len(lines)))
-    low, high = axis_range(np.concatenate(list(map(attrgetter("values"), thin))), shown)
+    thin = [thinned(line, size) for line in lines]
+    low, high = axis_range(np.concatenate([line.values for line in thin]), shown)
     across = Axis(0.0, max(line.steps.max() for line in thin), WIDTH - LEFT - 24)
     down = Axis(high, low, HEIGHT)
     top, bottom = down.at(band), down.at(-band)
     inside = BAND(top, across.length, bottom - top) if band else ""
     for line in thin:
         inside += _curve(line, across, down)
-    names, end = _names(list(filter(attrgetter("is_main"), thin)))
+    names, end = _names([line for line in thin if line.is_main])
     parts = [TEXT(0, 12, "start", unit), PLOT(across.length, HEIGHT, inside)]
     parts += [*_scales(across, down), names]
     return FIGURE(title, caption, unit, end, "".join(parts))

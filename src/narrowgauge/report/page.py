@@ -16,7 +16,7 @@ from itertools import chain
 
 import numpy as np
 
-from narrowgauge.measuring.diagnose.comparison import Comparison, interval, run_labels, seed_of
+from narrowgauge.measuring.diagnose.comparison import Comparison, run_labels, seed_of
 from narrowgauge.measuring.diagnose.diagnose import Diagnosis
 from narrowgauge.report.figures import COLOURS, Line, figure
 from narrowgauge.runs.record import Run
@@ -122,11 +122,7 @@ def figures(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
         if apart:
             title = f"{title} minus {comparison.baseline}"
             caption = "Of the same seed. Grey: ±1 % of the loss."
-            has_intervals = name in EVAL
-            if has_intervals:
-                caption += " Dotted: the 95 % interval over seeds."
-            drawn = with_means(apart, has_intervals=has_intervals)
-            yield figure((title, caption, unit), drawn, edges, band)
+            yield figure((title, caption, unit), with_means(apart), edges, band)
 
 
 def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
@@ -167,25 +163,17 @@ def differences(lines: Sequence[Line], baseline: str | None) -> list[Line]:
     return apart
 
 
-def with_means(lines: Sequence[Line], *, has_intervals: bool = False) -> list[Line]:
-    """Return the lines of several seeds, and the mean of each recipe at the common steps; or the ends
-    of its interval instead of the seeds.
-    """
+def with_means(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines of several seeds, and the mean of each recipe at the common steps."""
     drawn = []
     for label in dict.fromkeys(line.label for line in lines):
         group = [line for line in lines if line.label == label]
-        if len(group) > 1 and len(lines) <= MOST_LINES and not has_intervals:
+        if len(group) > 1 and len(lines) <= MOST_LINES:
             for line in group:
                 drawn.append(line._replace(label=f"{label}, seed {line.seed}"))
         steps = reduce(np.intersect1d, [line.steps for line in group])
-        values = [line.values[np.isin(line.steps, steps)] for line in group]
-        if not len(steps):
-            continue
-        mean = np.mean(values, axis=0)
-        line = group[0]._replace(steps=steps, values=mean)
-        drawn.append(line._replace(is_main=True))
-        if has_intervals and len(group) > 1:
-            half = np.array([interval(pairs)[1] for pairs in np.transpose(values).tolist()])
-            for end in (mean - half, mean + half):
-                drawn.append(line._replace(values=end, label=f"{label}, 95 %", dash="1 3"))
+        if len(steps):
+            values = [line.values[np.isin(line.steps, steps)] for line in group]
+            mean = np.mean(values, axis=0)
+            drawn.append(group[0]._replace(steps=steps, values=mean, is_main=True))
     return drawn

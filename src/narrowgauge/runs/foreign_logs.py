@@ -68,13 +68,9 @@ def _is_state(file: Path) -> bool:
     return file.suffix.lower() == ".json" and b'"log_history"' in file.read_bytes()
 
 
-def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a
-    log.
-    """
-    file = log_file(path)
-    if file is None:
-        return None
+def read_log(path: Path) -> dict[str, Any]:
+    """Return the fields of the :class:`narrowgauge.Run` that a log describes."""
+    file = log_file(path) or path
     with disk_errors(file):
         try:
             rows = _rows_of(file)

@@ -104,9 +104,8 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = only_run(path)
-    log = None if is_run(path) else read_log(path)
-    if log is not None:
-        return Run(**log)
+    if not is_run(path):
+        return Run(**read_log(path))
     notes: list[str] = []
     steps, evals, events = (
         _rows(path / f"{kind}.jsonl", notes) for kind in ("steps", "evals", "events")

@@ -278,11 +278,6 @@ def _sentence(rows: Sequence[Row], base: Row) -> str:
     """Return the sentence about the only recipe, or the cheapest that is as good as the baseline: in
     bytes per parameter, then in time. Less than a tenth of a byte is a few norm weights, no saving.
     """
-
-    def cost(row: Row) -> tuple[float, float, bool]:
-        speed = row["tokens_per_second"] or 0.0
-        return round(row["bytes_per_param"], 1), -speed, row is not base
-
     name = base["recipe"]
     if len(rows) > 1 and all(row["difference"] is None for row in rows):
         return "No two recipes have finished runs of one seed on the same data, so nothing is compared."
@@ -293,7 +288,8 @@ def _sentence(rows: Sequence[Row], base: Row) -> str:
     if len(rows) == 1:
         return f"{name} ends at a validation loss of {base['val_loss']:.4f}."
     fit = [row for row in rows if row["verdict"] in FIT and row["bytes_per_param"] is not None]
-    best = min(fit, key=cost, default=base)
+    fit.sort(key=lambda row: (-(row["tokens_per_second"] or 0.0), row is not base))
+    best = min(fit, key=lambda row: round(row["bytes_per_param"], 1), default=base)
     if best is base:
         return f"No smaller recipe is known to be as good as {name}."
     size = SUMMARY["bytes_per_param"].cell

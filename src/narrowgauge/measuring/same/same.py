@@ -1,7 +1,7 @@
 """``narrowgauge.same``: compare two models: weights, then modules, then log probabilities.
 
 The inputs and outputs of modules are recorded, and compared place by place. How much rounding
-explains is measured: beside one of the passes run float64 shadows
+explains is measured: beside both passes run float64 shadows
 (:mod:`narrowgauge.measuring.check.policies.float64_shadow`).
 """
 
@@ -33,8 +33,8 @@ from narrowgauge.torch_support.torch_names import bare_name, tree_map_only, unwr
 MARGIN = 4.0
 """Bounds over the roundings of one pass."""
 UNUSUAL = 1 / 16
-"""Relative distance that roundings of one place give at most: 16 units of bfloat16. A place with
-more sets no bound.
+"""Relative distance that roundings of one place give at most: 16 units of bfloat16, one of e4m3. A
+place with more sets no bound.
 """
 MOST_PLACES = 3
 """Printed places that differ."""
@@ -50,9 +50,9 @@ def same(first: Any, second: Any, batch: Any = None) -> Same:
 
     Weights are compared first, without calling the models: values that differ or are not
     finite, formats, codes at their scales, adapters. With ``batch``,
-    both run in evaluation mode, once with the weights that codes stand for. The one in fewer bits runs
-    again beside float64 shadows, or both do: the smaller roundings are the bounds of modules' outputs and
-    of log probabilities. Modules are paired by name. Both are as before at the end.
+    both run in evaluation mode, once with the weights that codes stand for, and again beside float64
+    shadows. The roundings of the one in fewer bits, or else the smaller ones, are the bounds of modules'
+    outputs and of log probabilities. Modules are paired by name. Both are as before at the end.
 
     Args:
         first: a module; a ``state_dict`` (clone its tensors before training), a ``.safetensors``
@@ -130,7 +130,8 @@ class Recording:
         outputs: of each place; later calls of a module are places of their own. The last place are the
             log probabilities of the tokens, if the model returns logits.
         noises: distances from the shadows, of places whose shadows are known.
-        noise: those of the log probabilities.
+        roundoffs: the unit roundoff of the coarsest product, or cast to 8 bits, since the place before.
+        noise: distances of the log probabilities from their shadows.
         draws: whether the pass drew random numbers.
     """
 
@@ -139,6 +140,7 @@ class Recording:
         self.wide = wide
         self.outputs = Outputs()
         self.noises: dict[str, float] = {}
+        self.roundoffs: dict[str, float] = {}
         self.noise = torch.zeros(1)
         self.draws = False
         self._names = dict[nn.Module, str]()
@@ -173,8 +175,11 @@ class Recording:
         values = tree_map_only(Tensor, taken, values)
         if tensors:
             self.outputs[place] = [x.clone() for x in tensors]
-            if self.wide is not None and all(map(self.wide.follows, tensors)):
-                self.noises[place] = distance(tensors, map(self.wide.of, tensors))
+            if self.wide is not None:
+                self.roundoffs[place], _ = self.wide.coarsest
+                self.wide.coarsest = (FINEST, "float32")
+                if all(map(self.wide.follows, tensors)):
+                    self.noises[place] = distance(tensors, map(self.wide.of, tensors))
         return values
 
     def end(self, result: Any, batch: Any) -> None:
@@ -280,54 +285,49 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
         result.lines.append("In evaluation mode, the bits are equal.")
         return
     result.looked_at = "no difference is larger than rounding gives"
-    unit = max(ours.unit(), theirs.unit())
-    forced = Outputs()
-    alone = theirs
+    forced = ours.outputs
     if missing:
+        forced = Outputs()
         result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
-    else:
-        forced = ours.outputs
-        alone = _run(second, batch, forced)
-    shadowed = []
-    noises = []
-    for side, pass_ in ((first, ours), (second, theirs)):
-        if pass_.unit() == unit:  # in equal formats neither side sets its own bound
-            shadowed.append(_run(side, batch, forced, Float64Shadow()))
-            noises.append(_run(side, batch, {}, Float64Shadow()).noise)
-    _compare_places(places, ours, alone, shadowed, max(UNUSUAL, 16 * unit), result)
+    shadowed = [_run(side, batch, forced, Float64Shadow()) for side in (first, second)]
+    _compare_places(places, shadowed, result)
     if LOG_PROBS in places:
-        noise = min(noises, key=torch.norm) + unit
+        roundoffs = [max(pass_.unit(), *pass_.roundoffs.values()) for pass_ in shadowed]
+        noises = []
+        for side, roundoff in zip((first, second), roundoffs, strict=True):
+            if roundoff == max(roundoffs):
+                noises.append(_run(side, batch, {}, Float64Shadow()).noise)
+        noise = min(noises, key=torch.norm) + max(ours.unit(), theirs.unit())
         _compare_log_probs(theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0], noise, result)
     else:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
 
 
-def _compare_places(
-    places: list[str],
-    ours: Recording,
-    theirs: Recording,
-    shadowed: list[Recording],
-    limit: float,
-    result: Same,
-) -> None:
+def _compare_places(places: list[str], shadowed: list[Recording], result: Same) -> None:
     """Compare outputs at places, and add the reading of the first one that differs by more than
     roundings explain.
 
     Args:
-        shadowed: passes with shadows. The smaller roundings of a place count: a fault sets no bound.
-        limit: of the roundings of a place that set a bound.
+        shadowed: the passes of both sides with shadows. The roundings of the side in fewer bits count.
+            In equal formats the smaller ones do: a fault sets no bound.
     """
+    units = [pass_.unit() for pass_ in shadowed]
     readings = []
     unfollowed = []
     for place in places:
-        sizes = [pass_.noises[place] for pass_ in shadowed if place in pass_.noises]
         if place == LOG_PROBS:
             continue
+        roundoffs = [max(u, side.roundoffs[place]) for u, side in zip(units, shadowed, strict=True)]
+        sizes = []
+        for side, roundoff in zip(shadowed, roundoffs, strict=True):
+            if roundoff == max(roundoffs) and place in side.noises:
+                sizes.append(side.noises[place])
         if not sizes:
             unfollowed.append(place)
             continue
-        value = distance(ours.outputs[place], theirs.outputs[place])
-        bound = MARGIN * min(*sizes, limit) + 3 * unit_at(shadowed[0].outputs[place])
+        outputs = [side.outputs[place] for side in shadowed]
+        value = distance(*outputs)
+        bound = MARGIN * min(*sizes, UNUSUAL) + 3 * max(map(unit_at, outputs))
         readings.append(measured("other-outputs", place, value, 0.0, bound))
     differing = [reading for reading in readings if reading.value]
     places_differ = f"{len(differing)} of {plural(len(readings), 'place')} of modules differ"

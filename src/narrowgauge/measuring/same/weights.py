@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.measuring.unit_roundoff import unit_of
 from narrowgauge.numerics.dtensor import whole
@@ -39,8 +40,6 @@ SHOWN = {
     "weights": "name", "values": "values", "differ": "differ", "change": "change", "factor": "factor", "nonfinite": "nonfinite",
 }  # fmt: skip
 """Printed columns."""
-MOST_TIMES = 0.05
-"""Distance from the adapters' own product that roundings of a merge may give."""
 ROUNDINGS = 1.5
 """Units of its format by which a merge may change a tensor, relative to its length. DoRA's rounds three times:
 1.07 units.
@@ -277,9 +276,12 @@ def compare_weights(first: Weights, second: Weights) -> Same:
     unlike = []
     bad = []
     number = 0
+    times: dict[str, float] = {}
     for row in rows:
         number += row["nonfinite"]
-        if row["differ"]:
+        if _is_beyond(row):
+            times[row["name"]] = row["adapter_times"]
+        elif row["differ"]:
             unlike.append(row["name"])
         if row["nonfinite"]:
             bad.append(row["name"])
@@ -291,6 +293,9 @@ def compare_weights(first: Weights, second: Weights) -> Same:
             result.lines.append(f"only in the {side}, or in another shape: {join_names(lone)}")
     if unlike:
         result.add("other-weights", unlike, len(set(unlike)))
+    if times:
+        names = sorted(times, key=lambda name: -abs(times[name]))
+        result.add("adapter-times", names, times[names[0]])
     if bad:
         result.readings.append(measured("nonfinite", bad, number, 0, stage="start"))
     return result
@@ -332,9 +337,14 @@ def _row(name: str, one: StoredWeight, other: StoredWeight) -> Row:
         if weight.layer is not None and row["adapter_times"] is None:
             times = _difference(weight.added(), y.double() - x.double())["factor"]
             row["adapter_times"] = times
-            if row["change"] <= ROUNDINGS * unit_of(dtype) and abs(times) <= MOST_TIMES:
+            if row["change"] <= ROUNDINGS * unit_of(dtype) and not _is_beyond(row):
                 row["differ"] = 0
     return row
+
+
+def _is_beyond(row: Row) -> bool:
+    """Return whether the second side holds adapters another number of times."""
+    return abs(row["adapter_times"] or 0.0) > KINDS["adapter-times"].bound
 
 
 def _difference(x: Tensor, y: Tensor) -> Row:
@@ -357,9 +367,7 @@ def _difference(x: Tensor, y: Tensor) -> Row:
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:
-    """Yield the formats, how many values differ and where, and a tensor that holds adapters more often
-    than once.
-    """
+    """Yield the formats, and how many values differ and where."""
     for dtype, count in Counter(row["dtype"] for row in rows).items():
         yield f"{plural(count, 'tensor')}: {dtype}"
     values = sum(row["values"] for row in rows)
@@ -369,9 +377,3 @@ def _lines(rows: list[Row]) -> Iterator[str]:
     yield f"weights: {share:.2%} of {plural(values, 'value')} differ; {equal}"
     if differing:
         yield from Table(differing[:MOST_ROWS], SHOWN).plain().splitlines()
-    for row in rows:
-        times = row["adapter_times"] or 0.0
-        if abs(times) > MOST_TIMES:
-            words = f"adapters of {row['name']}: {times:+.3f} times more in the second"
-            yield f"{words} (+1: merged twice, -1: missing)"
-            return
