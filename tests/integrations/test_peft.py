@@ -75,7 +75,7 @@ def test_adapters_that_a_merge_rounds_away_are_told() -> None:
     trainer = adapted(llama(dtype=torch.bfloat16))
     for name, p in trainer.named_parameters():
         if "lora_B" in name:
-            p.data.mul_(1e-3)
+            p.data.mul_(1e-5)
     (reading,) = ng.same(trainer, copy.deepcopy(trainer).merge_and_unload())
     assert reading.what == "adapter-times" and -1.1 < reading.value < -0.5, reading
 

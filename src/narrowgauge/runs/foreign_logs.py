@@ -88,9 +88,9 @@ def read_log(path: Path) -> dict[str, Any]:
         if row:
             steps.append({"step": step, **row})
     if not steps and not evals:
-        columns = ", ".join(sorted(map(str, names))[:8]) or "no rows"
+        held = ", ".join(sorted(map(str, names))[:8]) or "no rows"
         raise RecordError(
-            f"{file} holds no loss at a step. It has {columns}.",
+            f"{file} holds no loss at a step. It has {held}.",
             "Name its column of losses loss. Hugging Face's Trainer writes losses to trainer_state.json.",
         )
     summary: Row = {"steps": max(by_step)}

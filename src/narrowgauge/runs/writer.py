@@ -186,6 +186,7 @@ def shortened(row: Row) -> Row:
             lists[name] = sorted(tensors.items(), key=itemgetter(1))
         elif isinstance(tensors, list):
             lists[name] = tensors
+    short = row
     for most in (LISTED, 10, 5, 2, 1):
         short = {**row}
         counts = {}

@@ -145,7 +145,7 @@ def clip_norm(emit: Emit) -> Law:
 @reads(also="unsummed apart")
 def ranks(emit: Emit) -> Law:
     """Read gradients that differ between ranks, and weights that differ where no gradient did before."""
-    explained = set()
+    explained = set[str]()
     while True:
         step = yield
         explained.update(step.unsummed or ())

@@ -83,7 +83,7 @@ def lost_updates(emit: Emit, fewest: int = 5, most: int = 20) -> Law:
     shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=most))
     low: dict[str, float] = {}
     since = dict.fromkeys(("stored-share", "masters-apart"), 0)
-    masters = set()
+    masters = set[str]()
     while True:
         step = yield
         masters.update(step.behind or ())
