@@ -110,20 +110,25 @@ def timed(makers: Makers, rounds: int, **kind: Any) -> list[Row]:
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+def clipped_step(optimizer: Any, params: Any, norm: float | None = 1.0) -> None:
+    """Step, clipped by torch unless by the optimizer."""
+    if norm and not hasattr(optimizer, "max_grad_norm"):
+        nn.utils.clip_grad_norm_(params, norm)
+    optimizer.step()
+
+
+def repeated(step: Callable[[], object]) -> None:
+    """Take the steps of a round."""
+    for _ in range(STEPS):
+        step()
+
+
 def clipped_steps(
     kind: Callable[..., Any], dtype: torch.dtype, shapes: Shapes
 ) -> Callable[[], None]:
-    """Return the steps of a round: clipped by torch, unless by the optimizer."""
+    """Return the steps of a round."""
     params = parameters(shapes, dtype, DEVICE)
-    optimizer = kind(params, **OPTIONS)
-
-    def run() -> None:
-        for _ in range(STEPS):
-            if not isinstance(optimizer, ng.AdamW):
-                nn.utils.clip_grad_norm_(params, 1.0)
-            optimizer.step()
-
-    return run
+    return partial(repeated, partial(clipped_step, kind(params, **OPTIONS), params))
 
 
 def steps(shapes: Shapes, rounds: int, peers: Sequence[Peer]) -> list[Row]:
