@@ -55,12 +55,9 @@ def lines_of(place: str) -> list[Row]:
 
 @cache
 def sections() -> dict[str, list[Row]]:
-    """Return the rows of each section: those held out from what was tuned stand first."""
-    rows = {}
-    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
-        section = lines_of(f"evidence/{path.name}")
-        rows[path.stem] = sorted(section, key=lambda row: not row["held_out"])
-    return rows
+    """Return the rows of each section."""
+    paths = sorted((ROOT / "evidence").glob("*.jsonl"))
+    return {path.stem: lines_of(f"evidence/{path.name}") for path in paths}
 
 
 @cache
@@ -382,9 +379,8 @@ def section_table(name: str) -> str:
     lines = []
     for row in sections()[name]:
         target = row["target"] if row["missed"] else "–"
-        claim = ("Held out: " if row["held_out"] else "") + row["claim"]
         command = f"`{row['command']}`" if row["command"] else "not recorded"
-        lines.append([claim, figure(row), target, measured(row), command])
+        lines.append([row["claim"], figure(row), target, measured(row), command])
     return markdown(["what", "figure", "missed target", "measured", "command"], lines)
 
 
