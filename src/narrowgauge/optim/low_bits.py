@@ -62,9 +62,8 @@ def random_of(owner: Tensor, seed: int, name: str) -> Tensor:
         along = place_along(owner, dim) * signed(stride, 32)
         index += along.view(-1, *[1] * (owner.ndim - 1 - dim))
         stride *= owner.shape[dim]
-    number = torch.tensor(named_seed(seed, name), dtype=torch.int32, device="cpu").to(owner.device)
     for (part,) in flat_chunks(index):
-        part.copy_(random_bits(part, number))
+        part.copy_(random_bits(part, named_seed(seed, name)))
     return index
 
 

@@ -294,12 +294,11 @@ class Optimizer(torch.optim.Optimizer):
             for index, parameter in enumerate(parameters):
                 state = self.kernels.local_state(group, parameter, self.state[parameter])
                 store_weight(state, local_of(values[parameter]))
-                number = step_seed(group["seed"], -1 - index)  # no step uses it
-                seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
+                seed = step_seed(group["seed"], -1 - index)  # no step uses it
                 for name, value in states.get(parameter, {}).items():
                     if name == "step":
                         state.entry["step"].fill_(int(value))
-                    elif isinstance(value, Tensor):
+                    else:
                         store_state(state, name, local_of(value), seed)
             self._fill(group, [p for p in parameters if lacks_low_bits(p, values[p])])
 

@@ -189,7 +189,9 @@ Fields = dict[str, Tensor]
 """The int32 bits of fields by name, in place."""
 
 
-def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) -> dict[str, Addend]:
+def addends(
+    storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor | int
+) -> dict[str, Addend]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per
     element.
 

@@ -81,7 +81,7 @@ def new_state(parameter: Tensor, kernel: StepDefinition, extras: Shapes) -> Stat
         tensor = torch.zeros_like(local, dtype=plane.dtype)
         if plane.name == "master":
             tensor.copy_(local)
-        state[plane.name] = placed_like(parameter, tensor, parameter.shape)
+        state[plane.name] = placed_like(parameter, tensor)
     for name in kernel.scaled:
         tensor = local.new_zeros(bounds_shape(local.shape, dims), dtype=torch.float32)
         state[f"{name}_bound"] = placed_like(parameter, tensor, bounds_shape(parameter.shape, dims))

@@ -44,11 +44,8 @@ def store_weight(state: LocalState, values: Tensor) -> None:
         chunk.store(fields)
 
 
-def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> None:
-    """Store the values of a state.
-
-    A stochastic code rounds stochastically under ``seed`` (0-d int32).
-    """
+def store_state(state: LocalState, name: str, values: Tensor, seed: int) -> None:
+    """Store the values of a state. A stochastic code rounds stochastically under ``seed``."""
     if name in state.extras:
         state.extras[name].copy_(values)
         return
