@@ -66,8 +66,6 @@ class UpdateRule:
             require_choice(name, value, (False, True))
         elif name in ("rank", "update_proj_gap", "ns_steps"):
             require_number(name, value, 1, is_whole=True)
-        elif name == "seed":
-            require_number(name, value, -math.inf, is_whole=True)
         elif name == "dampening":
             require_number(name, value, -math.inf, is_open=True)
         else:  # momentum of SGD may be more than 1

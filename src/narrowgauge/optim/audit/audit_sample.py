@@ -155,31 +155,31 @@ class AuditSample:
             if not (is_next and moments.equal(self._stored)):
                 self._moments.copy_(moments)
         self.before = lane if is_audited else None
-        scalars = batch.numbers
+        numbers = batch.numbers
         table = self._table(batch)
         if table is not None and isinstance(rule, Rule):
-            tensors = self._elements, scalars.on_host, scalars.control, self._moments, self.change
+            tensors = self._elements, numbers.on_host, numbers.control, self._moments, self.change
             pointers = [tensor.data_ptr() for tensor in (self._tensors, *tensors)]
             count = len(self._elements)
             table.kernels.follow(table.rows.ctypes.data, pointers[0], count, *pointers[1:], 0)
             return
-        values = named(rule, scalars.values)
+        scalars = named(rule, numbers.values)
         if isinstance(rule, MatrixRule):  # in audited steps
             weight = finite_or_zero(codes.read_weight(self.storage, lane))
             change = self._read(batch, batch.index.shape[1] - 1)
-            self.change = change + weight * values[rule.decay]
+            self.change = change + weight * scalars[rule.decay]
             return
         if lane is None and rule.coupled:  # its moments depend on the weight
             lane = self._lane(batch)
-        weight = values["skip"]  # which no moment reads
+        weight = scalars["skip"]  # which no moment reads
         if lane is None:
             gradient = self._read(batch, 1).float()
         else:
             gradient = lane.gradient
             weight = codes.read_weight(self.storage, lane)
-        self.change, *results = applied(rule, weight, gradient, self._moments, values)
+        self.change, *results = applied(rule, weight, gradient, self._moments, scalars)
         for old, new in zip(self._moments, results, strict=True):
-            old.copy_(torch.where(values["skip"] != 0, old, new))
+            old.copy_(torch.where(scalars["skip"] != 0, old, new))
 
     def compare(self, batch: Batch) -> Tensor | None:
         """Read what a step has stored. Of an audited one, return the ``UPDATE_SUMS`` of each state and
