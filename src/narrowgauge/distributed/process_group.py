@@ -1,4 +1,4 @@
-"""The ranks of a job, as ``torchrun`` starts them.
+"""The process group: the ranks that ``torchrun`` starts.
 
 ``torchrun`` starts a command on every rank. It sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and
 the rendezvous address.

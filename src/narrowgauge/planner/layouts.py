@@ -18,14 +18,13 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.shapes import Architecture
-from narrowgauge.spec.reductions import ACCUMULATION_DTYPES
 from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.toml import refuse_unknown
 
 _CHOICES = {
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
-    "accumulation_dtype": ACCUMULATION_DTYPES,
+    "accumulation_dtype": ("float32", "bfloat16", "float64"),
 }
 
 

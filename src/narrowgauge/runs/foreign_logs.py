@@ -69,7 +69,7 @@ def _is_state(file: Path) -> bool:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """Return the fields of the :class:`narrowgauge.Run` that a log describes."""
+    """Return the fields of the :class:`narrowgauge.runs.record.Run` that a log describes."""
     file = log_file(path) or path
     with disk_errors(file):
         try:

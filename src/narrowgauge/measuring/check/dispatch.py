@@ -2,7 +2,7 @@
 
 One dispatch mode sees every operation of forward and backward. A policy is an object with
 ``before(operation)``, whose result is a note, and ``after(operation, note)``:
-:mod:`narrowgauge.measuring.policies`.
+:mod:`narrowgauge.measuring.check.policies`.
 
 A *site* is a line of the user's code, in forward or in backward. Layers that share a line are one
 site, and an operation of backward has the site of its forward operation.
