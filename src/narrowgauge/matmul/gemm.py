@@ -175,13 +175,10 @@ def _row_major(x: Tensor) -> Tensor:
 
 def operand_dtype(cast: Cast) -> torch.dtype:
     """Return the result dtype of a cast: of codes with scales of rows or tensors, or of values."""
-    if cast.is_wide:
-        name = cast.format
-    elif cast.block is None and cast.carrier:
-        name = cast.carrier
-    else:
-        name = cast.values_format
-    return getattr(torch, name)
+    has_codes = cast.block is None and cast.element.bits == 8
+    if cast.is_wide or has_codes:
+        return getattr(torch, cast.format)
+    return getattr(torch, cast.values_format)
 
 
 class EmulationNotice(UserWarning):

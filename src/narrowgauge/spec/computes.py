@@ -144,11 +144,6 @@ class Cast:
         """Return whether it needs random bits."""
         return self.rounding == "stochastic"
 
-    @property
-    def carrier(self) -> str:
-        """Return the PyTorch dtype of one byte that holds a code; empty without one."""
-        return self.format if self.element.bits == 8 else ""
-
     @cached_property
     def values_format(self) -> str:
         """Return the format that holds ``code * block scale`` exactly, or rounded once if it is
@@ -321,7 +316,7 @@ class Compute:
         saved for backward.
         """
         lhs = self.output.left
-        has_codes = bool(lhs.carrier) and lhs.block is None
+        has_codes = lhs.element.bits == 8 and lhs.block is None
         return has_codes and lhs.serves(self.grad_weight.right)
 
     @property

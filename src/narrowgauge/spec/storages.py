@@ -19,13 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.require import require_choice
 from narrowgauge.spec.toml import load_data
 
-Rounding = Literal["nearest", "stochastic"]
 Word = tuple[tuple[str, int], ...]
 """Fields of a word: names and bits."""
 Words = tuple[Word, ...]
@@ -58,14 +56,14 @@ class Code:
     exponent_bits: int
     mantissa_bits: int
     signed: bool = True
-    rounding: Rounding = "nearest"
+    rounding: str = "nearest"
     lowest: int = -126
     hold: bool = False
     scaled: bool = False
     parts: int = 1
 
     def __post_init__(self) -> None:
-        require_choice("rounding", self.rounding, get_args(Rounding))
+        require_choice("rounding", self.rounding, ("nearest", "stochastic"))
         require_choice("parts", self.parts, (1, 2))
 
     def __str__(self) -> str:
@@ -155,7 +153,6 @@ def packed(fields: Word) -> Words:
 # ── storages ──────────────────────────────────────────────────────────────────────────────────────
 
 
-Arithmetic = Literal["float32", "expansion", "float64"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 # A second moment with fewer mantissa bits does not move at a beta2 of 0.999, which changes it by
 # 2^-10.
@@ -192,7 +189,7 @@ class Storage:
     master: bool = False
     vectors: str = "master"
     fallback: str = "word"
-    arithmetic: Arithmetic = "float32"
+    arithmetic: str = "float32"
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
     def __hash__(self) -> int:
@@ -293,7 +290,7 @@ class Storage:
         return least, most
 
     def __post_init__(self) -> None:
-        require_choice("arithmetic", self.arithmetic, get_args(Arithmetic))
+        require_choice("arithmetic", self.arithmetic, ("float32", "expansion", "float64"))
         require_choice("visible", self.visible, VISIBLE)
 
     def code(self, role: str) -> Code:
