@@ -182,6 +182,7 @@ def test_a_chip_without_a_format_is_named() -> None:
     answer = plan("llama-8b", recipes=["bfloat16/word", "float16/master"], chip="V100", chips=8)
     assert [job.recipe.name for job in answer.options] == ["float16/master"]
     assert any("V100" in line and "bfloat16" in line for line in answer.sentences())
+    assert answer.tables()[0].plain() in str(answer) and answer.sentences()[0] in str(answer)
 
 
 # ── the next run ──────────────────────────────────────────────────────────────────────────────────

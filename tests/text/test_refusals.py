@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.parse import get_compute, parse
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, bytes_of
 
@@ -165,6 +167,10 @@ CALLS = {
     "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "no storage is named 'wrod'\nmean 'word'"),
     "float64": (lambda: ng.AdamW(weights(torch.float64)), RecipeError, "'word'.* is float64\nmodel.float.*'float64'"),
     "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32\n'split'"),
+    "one moment with scales": (
+        lambda: replace(STORAGES["states8"], exp_avg=STORAGES["word"].exp_avg), RecipeError,
+        "one moment has a scale\nTake two codes",
+    ),
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "word.*float16\nmodel.float"),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "named 'int7'\nmean 'int8-row'"),

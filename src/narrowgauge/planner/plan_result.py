@@ -93,6 +93,11 @@ class Plan:
             f"Assumed: {best.program} (--program); steps of {best.tokens_per_step:,} tokens (--tokens-per-step).",
         ]
 
+    def __str__(self) -> str:
+        """Return the tables and sentences as text."""
+        parts = [table.plain() for table in self.tables()]
+        return "\n".join([*parts, *self.sentences()])
+
     def tables(self) -> list[Table]:
         """Return the options, their layouts, what fits instead, the whole run, and the time and
         memory of the best option by group.

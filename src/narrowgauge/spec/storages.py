@@ -292,6 +292,11 @@ class Storage:
     def __post_init__(self) -> None:
         require_choice("arithmetic", self.arithmetic, ("float32", "expansion", "float64"))
         require_choice("visible", self.visible, VISIBLE)
+        if self.exp_avg.scaled != self.exp_avg_sq.scaled:
+            raise RecipeError(
+                f"Cannot store {self.name}: one moment has a scale for each block, the other has none.",
+                "Take two codes with scales, or two without.",
+            )
 
     def code(self, role: str) -> Code:
         """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
