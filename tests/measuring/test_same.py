@@ -346,6 +346,17 @@ def test_a_right_cast_of_one_side_is_of_rounding_and_a_cast_without_its_scale_is
         assert ng.same(*pair, TOKENS)[0].tensor.startswith("1")
 
 
+def test_what_a_server_casts_to_integers_is_not_followed() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    trainer = nn.Sequential(nn.Embedding(61, 32), nn.Linear(32, 61))
+    server = copy.deepcopy(trainer)
+    torchao.quantize_(server, torchao.Int8DynamicActivationInt8WeightConfig())
+    for pair in ((trainer, server), (server, trainer)):
+        result = ng.same(*pair, TOKENS)
+        assert not len(result) and "log probabilities" in result.unseen, result
+
+
 def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> None:
     model = model_of()
     states = model.state_dict()

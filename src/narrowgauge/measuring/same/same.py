@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as global_hooks
 
 from narrowgauge.errors import DataError
-from narrowgauge.measuring.check.dispatch import PolicyMode, is_float
+from narrowgauge.measuring.check.dispatch import Operation, PolicyMode, is_float, tensors_in
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.same.weights import Same, compare_weights, with_weights
@@ -40,6 +40,8 @@ MOST_PLACES = 3
 """Printed places that differ."""
 LOG_PROBS = "log probabilities"
 HAS_WEIGHTS = nn.Module, str, Path, Mapping
+INTEGERS = (torch.int8, torch.uint8, torch.int32)
+"""Formats of codes and of their products."""
 Outputs = dict[str, list[Tensor]]
 """The float tensors at each place, in the order of the calls."""
 
@@ -118,6 +120,19 @@ def _called(side: Any, other: Any) -> Any:
 # ── a pass ────────────────────────────────────────────────────────────────────────────────────────
 
 
+class ServedShadow(Float64Shadow):
+    """Follow no values that are cast to integers, as those of a server's layers: the integers are the
+    step's, with their roundings.
+    """
+
+    def after(self, op: Operation, arguments: Any) -> None:
+        super().after(op, arguments)
+        is_cast = any(map(is_float, op.operands)) or not all(map(self.follows, op.operands))
+        for x in tensors_in(op.result):
+            if is_cast and x.dtype in INTEGERS:
+                self._lose([x], op.name)
+
+
 class Recording:
     """Record the inputs and outputs of all modules that are called.
 
@@ -131,17 +146,17 @@ class Recording:
             log probabilities of the tokens, if the model returns logits.
         noises: distances from the shadows, of places whose shadows are known.
         roundoffs: the unit roundoff of the coarsest product, or cast to 8 bits, since the place before.
-        noise: distances of the log probabilities from their shadows.
+        noise: distances of the log probabilities from their shadows, if these are known.
         draws: whether the pass drew random numbers.
     """
 
-    def __init__(self, forced: Outputs, wide: Float64Shadow | None) -> None:
+    def __init__(self, forced: Outputs, wide: ServedShadow | None) -> None:
         self.forced = forced
         self.wide = wide
         self.outputs = Outputs()
         self.noises: dict[str, float] = {}
         self.roundoffs: dict[str, float] = {}
-        self.noise = torch.zeros(1)
+        self.noise: Tensor | None = None
         self.draws = False
         self._names = dict[nn.Module, str]()
         self._calls = Counter[str]()
@@ -190,7 +205,7 @@ class Recording:
         log_probs = _log_probs(result, batch)
         if log_probs is not None:
             self.outputs[LOG_PROBS] = [log_probs]
-            if self.wide is not None:
+            if self.wide is not None and self.wide.follows(result):
                 self.noise = (_log_probs(self.wide.of(result), batch) - log_probs).abs()
 
     def unit(self) -> float:
@@ -220,7 +235,7 @@ def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
 
 
 def _run(
-    side: Any, batch: Any, forced: Outputs | None = None, wide: Float64Shadow | None = None
+    side: Any, batch: Any, forced: Outputs | None = None, wide: ServedShadow | None = None
 ) -> Recording:
     """Run a side once, a module in evaluation mode.
 
@@ -289,18 +304,19 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     if missing:
         forced = Outputs()
         result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
-    shadowed = [_run(side, batch, forced, Float64Shadow()) for side in (first, second)]
+    shadowed = [_run(side, batch, forced, ServedShadow()) for side in (first, second)]
     _compare_places(places, shadowed, result)
     if LOG_PROBS in places:
         roundoffs = [max(pass_.unit(), *pass_.roundoffs.values()) for pass_ in shadowed]
         noises = []
         for side, roundoff in zip((first, second), roundoffs, strict=True):
             if roundoff == max(roundoffs):
-                noises.append(_run(side, batch, {}, Float64Shadow()).noise)
-        noise = min(noises, key=torch.norm) + max(ours.unit(), theirs.unit())
-        _compare_log_probs(theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0], noise, result)
+                noises.append(_run(side, batch, {}, ServedShadow()).noise)
+        unit = max(ours.unit(), theirs.unit())
+        difference = theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0]
+        _compare_log_probs(difference, noises, unit, result)
     else:
-        result.unseen["log probabilities"] = "the results are not logits of tokens"
+        result.unseen[LOG_PROBS] = "the results are not logits of tokens"
 
 
 def _compare_places(places: list[str], shadowed: list[Recording], result: Same) -> None:
@@ -320,9 +336,9 @@ def _compare_places(places: list[str], shadowed: list[Recording], result: Same) 
         roundoffs = [max(u, side.roundoffs[place]) for u, side in zip(units, shadowed, strict=True)]
         sizes = []
         for side, roundoff in zip(shadowed, roundoffs, strict=True):
-            if roundoff == max(roundoffs) and place in side.noises:
-                sizes.append(side.noises[place])
-        if not sizes:
+            if roundoff == max(roundoffs):
+                sizes.append(side.noises.get(place, math.nan))
+        if any(map(math.isnan, sizes)):
             unfollowed.append(place)
             continue
         outputs = [side.outputs[place] for side in shadowed]
@@ -343,14 +359,17 @@ def _compare_places(places: list[str], shadowed: list[Recording], result: Same) 
         result.readings.append(replace(wrong[0], tensor=of_all(names)))
 
 
-def _compare_log_probs(difference: Tensor, noise: Tensor, result: Same) -> None:
+def _compare_log_probs(difference: Tensor, noises: list[Any], unit: float, result: Same) -> None:
     """Compare log probabilities of both sides, beside what rounding changes."""
     rms, largest = _sizes_of(difference)
-    rms_noise, largest_noise = _sizes_of(noise)
-    result.lines.append(
-        f"log probabilities of {plural(len(noise), 'token')}: RMS difference {rms:.2g} nats, "
-        f"largest {largest:.2g}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}"
-    )
+    words = f"log probabilities of {plural(len(difference), 'token')}: "
+    words += f"RMS difference {rms:.2g} nats, largest {largest:.2g}"
+    if None in noises:
+        result.lines.append(words)
+        result.unseen[LOG_PROBS] = "their roundings are not followed"
+        return
+    rms_noise, largest_noise = _sizes_of(min(noises, key=torch.norm) + unit)
+    result.lines.append(f"{words}; rounding alone: {rms_noise:.2g}, {largest_noise:.2g}")
     for value, bound in ((rms, MARGIN / 2 * rms_noise), (largest, MARGIN * largest_noise)):
         if value > bound:
             reading = measured("other-outputs", LOG_PROBS, value, 0.0, bound, stage="loss")
