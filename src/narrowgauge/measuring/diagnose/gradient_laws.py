@@ -95,7 +95,7 @@ def count_of(
             often = [name for name in counts if counts[name] >= MOSTLY * total]
             if "" in often:
                 often = [""]
-            rest = [name for name, count in counts.most_common() if 0 < count < MOSTLY * total]
+            rest = [name for name, count in counts.most_common() if count < MOSTLY * total]
             for names in filter(None, (often, rest)):
                 share = counts[names[0]] / total
                 emit(kind, names, share, 0.0, step=since[names[0]], is_usual=names is rest)
