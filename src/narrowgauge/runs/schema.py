@@ -28,8 +28,8 @@ class Column:
     help: str = ""
     label: str = ""
     format: str = "{}"
-    stage: str = ""
-    unit: str = ""
+    stage: str = "between steps"
+    unit: str = "time"
     area: str = ""
     curve: Sequence[str] = ()
     axis: Sequence[float] = (0.0,)

@@ -30,7 +30,7 @@ from narrowgauge.spec.formats import FORMATS
 
 COLUMNS = SUMMARY | STEP | EVAL
 """What is compared beside tensors: every column whose unit is not of :data:`UNLIKE`."""
-UNLIKE = ("time", "sample", "")
+UNLIKE = ("time", "sample")
 """Units of what differs between any two runs."""
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""
