@@ -22,6 +22,7 @@ from narrowgauge.optim.audit.audit import (
     read,
     reading_of,
 )
+from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES
 from narrowgauge.torch_support.torch_names import HostCopy
@@ -359,6 +360,18 @@ def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any], sto
             optimizer.step()
         last.append(optimizer.auditor.last)
     assert all(sums.equal(last[0]) for sums in last)
+
+
+def test_a_penalty_in_the_moments_of_a_users_rule_is_no_loss() -> None:
+    def update(weight, gradient, moment, scalars):
+        moment = moment * 0.9 + gradient + weight
+        return -scalars["lr"] * moment, moment
+
+    rule = Rule("penalized", ("exp_avg",), ("lr",), lambda group, _: (group["lr"],), update)
+    (weight,) = parameters("word", [(64, 64)])
+    optimizer = ng.Optimizer([weight], rule, {"lr": 1e-3}, storage="word", compile=False)
+    take_steps(optimizer, range(40), 0.1)
+    assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 64 * 256, 20 * 300, 50_257 * 768])

@@ -169,7 +169,7 @@ class AuditSample:
             change = self._read(batch, batch.index.shape[1] - 1)
             self.change = change + weight * scalars[rule.decay]
             return
-        if lane is None and rule.coupled:  # its moments depend on the weight
+        if lane is None and not rule.decay:  # a penalty may be in its moments
             lane = self._lane(batch)
         weight = scalars["skip"]  # which no moment reads
         if lane is None:

@@ -32,11 +32,11 @@ class Rule:
             tensors. :func:`narrowgauge.numerics.rounding.sqrt` is correctly rounded on every
             device.
         squares: the states that are never negative.
-        coupled: whether new states depend on the weight (an L2 penalty).
         monotone: whether larger magnitudes of gradient, weight and old states give larger
             magnitudes of new states. Then the largest of a block bound its new states: storages with
             a scale for each block of a state need it.
-        decay: name of the scalar −lr · weight_decay of decoupled weight decay; empty without one.
+        decay: name of the scalar −lr · weight_decay of decoupled weight decay; empty without one. With
+            it, no state depends on the weight.
 
     Example:
         >>> import torch
@@ -60,7 +60,6 @@ class Rule:
     prepare: Callable[[Mapping[str, Any], int], tuple[float, ...]]
     update: Callable[..., tuple[Any, ...]]
     squares: tuple[str, ...] = ("exp_avg_sq",)
-    coupled: bool = False
     decay: str = ""
     monotone: bool = False
 
@@ -141,7 +140,7 @@ ADAMW = Rule(
     monotone=True,
 )
 ADAM = Rule(
-    "adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True, monotone=True,
+    "adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, monotone=True,
 )  # fmt: skip
 
 
@@ -180,9 +179,7 @@ _SGD_SCALARS = (
     "share_of_momentum",
     "negative_lr",
 )
-SGD = Rule(
-    "sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, coupled=True, monotone=True
-)
+SGD = Rule("sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, monotone=True)
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
