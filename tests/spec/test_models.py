@@ -1,6 +1,6 @@
 """The preset models: parameter counts as published, names and sizes."""
 
-from narrowgauge.spec.models import MODELS, get_model
+from narrowgauge.spec.models import MODELS
 
 
 def test_published_parameter_counts() -> None:
@@ -13,7 +13,3 @@ def test_published_parameter_counts() -> None:
         "gpt2-124m": 124_439_808,
     }
     assert {name: MODELS[name].num_parameters for name in published} == published
-
-
-def test_names() -> None:
-    assert get_model("Llama-8M") is MODELS["llama-8m"]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from narrowgauge.spec import parse, show
 from narrowgauge.spec.tables import cell_text
 
 
@@ -12,10 +11,3 @@ from narrowgauge.spec.tables import cell_text
 )
 def test_a_cell_shows_a_value(value: object, text: str) -> None:
     assert cell_text(value) == text
-
-
-def test_a_recipe_names_its_sources() -> None:
-    for name in parse.representative_names():
-        recipe = parse.parse(name)
-        facts = show.recipe_facts(name).values()
-        assert {recipe.compute.source, recipe.storage.source} <= set(facts), name

@@ -121,8 +121,7 @@ def _ranked(
     number: int,
     alone: Callable[[Collection[str]], float],
 ) -> Iterator[tuple[str, float]]:
-    """Yield the places that do most of an error with their shares, the largest first, until one
-    rounding is left.
+    """Yield the places that do most of an error with their shares, until one rounding is left.
 
     Few roundings are asked of the sum of micro-batches alone: its error grows with their number.
 
