@@ -1,5 +1,6 @@
 """The stored shares of an update are predicted before the run, as the audit measures them in it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,8 +104,10 @@ class Own(torch.optim.Optimizer):
                     state["rest"] = change - ((p.float() + change).to(p.dtype) - p.float())
                 if group["rounding"] == "master":
                     p.copy_(state.setdefault("master", p.float()).add_(change))
-                elif group["rounding"] == "random":
-                    bits = (p.float() + change).view(torch.int32) + torch.randint(1 << 16, p.shape)
+                elif group["rounding"] in ("random", "cut"):
+                    bits = (p.float() + change).view(torch.int32)
+                    if group["rounding"] == "random":
+                        bits = bits + torch.randint(1 << 16, p.shape)
                     p.copy_((bits.int() & -65536).view(torch.float32))
                 else:
                     p.add_(change)
@@ -123,6 +126,25 @@ def test_what_a_class_of_the_users_own_keeps_is_measured(rounding: str) -> None:
     row, reason = predict(stepped)
     assert (row["step"] == 1.0) == KEPT[rounding] and not reason
     assert torch.equal(before, torch.get_rng_state()) and not stepped.optimizer.state
+
+
+def test_a_class_that_rounds_its_copy_too_is_not_judged(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    model, optimizer = nn.ParameterList([weight]), Own([weight], "cut")
+    assert "rounds the weights of a copy" in str(ng.check(model, optimizer))
+    with ng.watch(model, optimizer, record=tmp_path / "run") as watch:
+        for _ in range(4):
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+    assert "stored" not in watch.meter.last
+
+
+@pytest.mark.parametrize(("beta2", "share"), [(0.999, None), (1 - 1e-9, 0.0)])
+def test_a_second_moment_that_never_changes_is_named(beta2: float, share: float | None) -> None:
+    """In float32 too, where the second beta is 1."""
+    weight = nn.Parameter(torch.randn(64))
+    optimizer = torch.optim.AdamW([weight], betas=(0.9, beta2))
+    assert predictions(nn.ParameterList([weight]), optimizer)[0]["second_moment"] == share
 
 
 class Unheard(torch.optim.Optimizer):

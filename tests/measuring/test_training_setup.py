@@ -67,7 +67,7 @@ def test_a_sample_covers_every_column() -> None:
         size = (1 << 16) // columns * columns
         sample = sample_elements(torch.arange(size).reshape(-1, columns))
         assert len((sample % columns).unique()) == columns
-    assert torch.equal(sample_elements(torch.arange(12_000)), torch.arange(12_000))
+    assert len(sample_elements(torch.arange(8_000)).unique()) == 8_000
 
 
 class Container(torch.optim.Optimizer):

@@ -62,6 +62,39 @@ def test_the_stored_share_is_that_of_a_twin_in_float32(kind: Any) -> None:
     assert min(shares.values()) < 0.9 or kind is torch.optim.SGD
 
 
+class OfTheWhole(torch.optim.SGD):
+    """Divides a gradient by the norm of its tensor, so elements do not step alone."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad /= p.grad.norm()
+        super().step()
+
+
+def test_a_class_that_does_not_step_by_elements_is_not_judged(tmp_path: Path) -> None:
+    """Its small tensors, which a sample holds whole, neither."""
+    loop = Watched(kind=OfTheWhole, dtype=B16, lr=1e-4, record=tmp_path / "run").train(8)
+    loop.watcher.close()
+    assert not any("stored" in row for row in ng.read_run(tmp_path / "run").steps)
+    assert "does not repeat" in str(loop.watcher.meter.unseen)
+
+
+def test_tensors_that_took_unlike_steps_are_measured() -> None:
+    """As the experts of a mixture, some of which get no gradient in a step."""
+    loop = Watched(dtype=B16).train(2)
+    update = loop.update
+
+    def without_one() -> None:
+        loop.model.norm.weight.grad = None
+        update()
+
+    loop.update = without_one
+    loop.train(1)
+    loop.update = update
+    loop.train(1)
+    assert len(loop.watcher.meter.last["stored"]) == 6 and not loop.watcher.meter.unseen
+
+
 def test_what_an_audit_alarms_of_is_a_reading_of_the_record(tmp_path: Path) -> None:
     kind = partial(ng.AdamW, storage="naive", audit_every=1)
     loop = Watched(kind=kind, dtype=B16, lr=1e-5, record=tmp_path / "run").train(12)

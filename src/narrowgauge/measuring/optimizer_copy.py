@@ -68,10 +68,8 @@ class OptimizerCopy:
         self.weights = nn.Parameter(weights)
         chosen = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
         for name, value in (options or {}).items():
-            before = chosen.get(name)
-            if before is None:  # another rule has no such option
-                continue
-            chosen[name] = torch.full_like(before, value) if isinstance(before, Tensor) else value
+            if chosen.get(name) is not None:  # another rule has no such option
+                chosen[name] = value
         if isinstance(optimizer, Optimizer):
             named = optimizer.defaults.keys() - {"storage", "seed", "low_bits"}
             defaults = {name: chosen[name] for name in named}
@@ -79,16 +77,16 @@ class OptimizerCopy:
                 [self.weights], optimizer.rule, defaults, storage="float32", audit_every=0, compile=False
             )  # fmt: skip
             return
-        self.optimizer = twin = object.__new__(type(optimizer))
+        self.optimizer = copied = object.__new__(type(optimizer))
         for name, x in vars(optimizer).items():
             if "hooks" in name:
-                setattr(twin, name, OrderedDict())
+                setattr(copied, name, OrderedDict())
             elif name not in _OF_THE_COPY:
                 if name != "defaults" and not all(isinstance(y, PLAIN) for y in tree_leaves(x)):
                     raise ArithmeticError(f"{type(optimizer).__name__}.{name} has no copy")
-                setattr(twin, name, copy.deepcopy(x))
-        twin.param_groups = [{**chosen, "params": [self.weights]}]
-        twin.state = defaultdict(dict, {self.weights: dict(state or {})})
+                setattr(copied, name, copy.deepcopy(x))
+        copied.param_groups = [{**chosen, "params": [self.weights]}]
+        copied.state = defaultdict(dict, {self.weights: dict(state or {})})
 
     def step(self, gradient: Tensor) -> Tensor:
         """Take a step, and return the change of the weights in float64.
@@ -105,9 +103,21 @@ class OptimizerCopy:
             raise ArithmeticError(f"a copy of {kind.__name__}: {words_of(error)}") from error
         return self.weights.detach().double() - before
 
-    def state(self, name: str) -> Any:
-        """Return a state of the elements."""
-        return self.optimizer.state.get(self.weights, {}).get(name)
+    def require_wide(self, dtype: torch.dtype) -> None:
+        """Refuse a copy whose weights a narrower format holds: its class rounds them itself.
+
+        Raises:
+            ArithmeticError: the class rounds the weights of a wider copy, too.
+        """
+        weights = self.weights.detach()
+        if torch.equal(weights.to(dtype).to(weights.dtype), weights):
+            name = type(self.optimizer).__name__
+            raise ArithmeticError(f"{name} rounds the weights of a copy in {weights.dtype}, too")
+
+    @property
+    def state(self) -> Any:
+        """Return the states of the elements, by name."""
+        return self.optimizer.state[self.weights]
 
 
 @contextmanager
@@ -137,8 +147,9 @@ def low_bits_kept(optimizer: AnyOptimizer, group: Mapping[str, Any], p: Tensor) 
 
     def changes(weights: Tensor, rate: float) -> list[float]:
         """Return the mean change of each step, without a decay."""
-        twin = OptimizerCopy(optimizer, group, weights, options={"lr": rate, "weight_decay": 0.0})
-        return [float(twin.step(gradient).mean()) for _ in range(PROBES)]
+        options = {"lr": rate, "weight_decay": 0.0}
+        copied = OptimizerCopy(optimizer, group, weights, options=options)
+        return [float(copied.step(gradient).mean()) for _ in range(PROBES)]
 
     with no_trace():
         gap = torch.finfo(p.dtype).eps

@@ -88,16 +88,16 @@ def describe_run(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the content of ``run.toml``."""
-    recipe = _recipe_in_use(model, optimizer)
-    group = optimizer.param_groups[0]
-    config = {"model": type(model).__name__, "seed": group.get("seed", 0)}
-    if recipe is not None:
-        config = {"recipe": recipe.name, **config}
+    config = {
+        "recipe": _recipe_in_use(model, optimizer), "model": type(model).__name__,
+        "seed": optimizer.param_groups[0].get("seed", 0),
+    }  # fmt: skip
     parameters = list(model.parameters())
     options, *others = map(_options_of, optimizer.param_groups)
     for number, other in enumerate(others, 1):
         unlike = {name: x for name, x in other.items() if x != options.get(name)}
-        options |= {f"group{number}": unlike} if unlike else {}
+        if unlike:
+            options[f"group{number}"] = unlike
     return {
         "config": {**config, **settings},
         "start": _start(),
@@ -113,7 +113,7 @@ def describe_run(
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group, those of several numbers as lists."""
-    options: dict[str, Any] = {}
+    options = {}
     for name, value in group.items():
         if isinstance(value, tuple):
             value = [x if isinstance(x, _PLAIN) else str(x) for x in value]
@@ -132,14 +132,13 @@ def _start() -> dict[str, str]:
     return start
 
 
-def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """Return the compute and storage of a model in a user's loop; ``None`` if unknown."""
+def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of the recipe of a model in a user's loop; ``None`` if unknown."""
     if not isinstance(optimizer, Optimizer):
         return None
     storage = STORAGES.get(optimizer.param_groups[0]["storage"])
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     compute = linears[0].compute if linears else COMPUTES["bfloat16"]
-    try:
-        return None if storage is None else Recipe(compute, storage)
-    except RecipeError:
-        return None
+    with suppress(RecipeError):
+        return None if storage is None else Recipe(compute, storage).name
+    return None

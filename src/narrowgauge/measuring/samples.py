@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +31,7 @@ a copy whose step is further away does not repeat the step. bfloat16 moments giv
 
 
 @cache
-def _places(total: int, number: int, device: torch.device) -> Tensor:
+def _indices(total: int, number: int, device: torch.device) -> Tensor:
     parts = (
         torch.arange(min(number, total * number), dtype=torch.float64, device="cpu") * _GOLDEN % 1.0
     )
@@ -40,10 +41,8 @@ def _places(total: int, number: int, device: torch.device) -> Tensor:
 def take(x: Tensor, number: int = SIZE) -> Tensor:
     """Return elements of this rank's part of a tensor, spread over it: the same of each size."""
     local = decoded(x)
-    places = _places(local.numel(), number, local.device)
-    if local.element_size() == 1:  # torch.take has no float8
-        return local.reshape(-1)[places]
-    return torch.take(local, places)
+    indices = _indices(local.numel(), number, local.device)
+    return local.reshape(-1).index_select(0, indices)
 
 
 def decoded(x: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class Sample:
         states: of these elements; ``None`` where a step of samples is not the step of the whole.
     """
 
-    kind: tuple[int, torch.dtype]
+    kind: Any
     group: dict[str, Any]
     members: list[Any]
     weights: Tensor
@@ -98,22 +97,34 @@ def samples_of(
     candidates = []
     for group in optimizer.param_groups:
         candidates += [(group, p) for p in group["params"] if p in gradients]
-    alike: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
+    groups = {}
+    alike = defaultdict[Any, list[Any]](list)
     for group, p in in_turn(candidates, number):
-        key = id(group), p.dtype, gradients[p].dtype, p.device, *optimizer.state.get(p, {})
-        alike.setdefault(key, (group, []))[1].append(p)
+        state = optimizer.state.get(p, {})
+        key = id(group), p.dtype, gradients[p].dtype, p.device, *state, *_counts(state)
+        groups[key] = group
+        alike[key].append(p)
     samples = []
-    for group, members in alike.values():
-        options = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+    for key, members in alike.items():
+        options = copy.deepcopy({name: x for name, x in groups[key].items() if name != "params"})
         states = _states([optimizer.state.get(p) or {} for p in members], members[0])
-        kind = id(group), members[0].dtype
         values = join(gradients[p] for p in members)
-        samples.append(Sample(kind, options, members, join(members), values, states))
+        samples.append(Sample(key[:2], options, members, join(members), values, states))
     return samples
 
 
+def _counts(state: Mapping[Any, Any]) -> list[float]:
+    """Return the numbers of a state that are on the host: tensors may have taken unlike steps."""
+    counts = []
+    for x in state.values():
+        is_number = isinstance(x, Tensor) and x.ndim == 0 and x.device.type == "cpu"
+        if is_number or isinstance(x, (int, float)):
+            counts.append(float(x))
+    return counts
+
+
 def _states(states: Sequence[Mapping[Any, Any]], first: Tensor) -> dict[str, Any] | None:
-    """Return the states of the elements; ``None`` if one of them is not beside the elements."""
+    """Return the states of the elements; ``None`` if one of them is not a value of each element."""
     taken: dict[str, Any] = {}
     for name, x in states[0].items():
         if not isinstance(x, Tensor) or x.ndim == 0:
@@ -139,14 +150,13 @@ def shares_of(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
     wide = wide_of(sample.weights)
     states = {}
     for name, x in sample.states.items():
-        is_beside = isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point()
-        states[name] = x.to(torch.promote_types(x.dtype, wide.dtype)) if is_beside else x
+        is_elementwise = isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point()
+        states[name] = x.to(torch.promote_types(x.dtype, wide.dtype)) if is_elementwise else x
     with no_trace():
-        meant = (
-            OptimizerCopy(optimizer, sample.group, wide, states)
-            .step(sample.gradients)
-            .view(-1, SIZE)
-        )
+        copied = OptimizerCopy(optimizer, sample.group, wide, states)
+        meant = copied.step(sample.gradients).view(-1, SIZE)
+        if meant.any():
+            copied.require_wide(sample.weights.dtype)
     stored = sample.change()
     squares = meant.square().sum(1)
     is_apart = sample.beyond(stored - meant).square().sum(1) > REPEATS * squares

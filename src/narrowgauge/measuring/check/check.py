@@ -13,7 +13,7 @@ With several ranks each process makes the plain pass over the batches of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,36 +22,22 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks, unlike
 from narrowgauge.errors import RecipeError
-from narrowgauge.measuring.check.dispatch import is_finite
-from narrowgauge.measuring.check.passes import (
-    Backward,
-    Gradients,
-    Loss,
-    Pass,
-    Passes,
-    micro_batches,
-)
-from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
+from narrowgauge.measuring.check.passes import Backward, Gradients, Loss, Passes, micro_batches
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.check.predicted_update import add_stored
 from narrowgauge.measuring.check.rounding_sites import add_nonfinite, add_roundings
 from narrowgauge.measuring.check.slope import compare_slope
-from narrowgauge.measuring.check.structure import compare_ranks, compare_structure
+from narrowgauge.measuring.check.structure import compare_structure
 from narrowgauge.measuring.check.training_setup import (
     TrainingSetup,
     sample_elements,
     setup_of,
     setup_readings,
 )
-from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Readings, of_all, words_of
-from narrowgauge.measuring.unit_roundoff import UNITS
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.text import plural
-
-PLACES = 3
-"""Lines of places that round most, at most."""
 
 
 def check(
@@ -87,8 +73,8 @@ def check(
         RecipeError: ``batch`` without ``loss``.
 
     Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: four calls of the
-        loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a
-        pass.
+        loss, log2(lines of code) + 1 more for each of three lines that round most, and 8 bytes for each
+        value of a pass. A line says how long the passes took.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -113,14 +99,14 @@ def check(
         words = "in none of the optimizers passed: pass all in a list"
         result.unseen[f"the step of {of_all(missing)}"] = words
     held = plural(len(setup.trained), "tensor")
-    looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
+    result.looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
     if loss is not None:
+        began = time.perf_counter()
         gradients = _compare(setup, batch, loss, backward, result)
+        result.lines.append(f"the passes took {time.perf_counter() - began:.2g} s")
         result = all_ranks().gather(result)[0]  # every rank returns the same
-    if gradients:
-        looked_at += f"; gradients of {plural(len(gradients), 'tensor')}"
     add_stored(setup, gradients, result)
-    return Readings(result.readings, result.lines, looked_at, result.unseen)
+    return Readings(result.readings, result.lines, result.looked_at, result.unseen)
 
 
 def _compare(
@@ -141,45 +127,23 @@ def _compare(
         result.unseen["the gradient"] = f"ranks hold unlike weights, such as {unlike_names[0]}"
         return {}
     parts = micro_batches(setup.model, batch, loss)
-    passes = Passes(setup.model, leaves, parts, loss, setup.optimizers, batch, backward)
-    finite = FirstNonfinite()
-    first = passes.run(passes.step, Float64Shadow(), finite)
+    passes = Passes(setup.model, leaves, parts, loss, batch, backward)
+    passes.all_parts = [*chain.from_iterable(all_ranks().gather(parts))]
+    first = passes.run(passes.step, Float64Shadow(), passes.nonfinite)
     if first.changed:
         names = of_all(first.changed)
         result.unseen["the gradient"] = f"{names} moved within the backward pass"
         return {}
-    add_nonfinite(first, finite, result)
-    ranks = all_ranks()
-    all_parts = [*chain.from_iterable(ranks.gather(parts))]
-
-    def roundings() -> None:
-        number = PLACES if ranks.size == 1 else 0  # ranks would take turns of their own
-        add_roundings(
-            first, lambda sites: passes.run(passes.step, Float64Shadow(sites)), number, result
-        )
-
-    def structure() -> None:
-        compare_ranks(passes, first, result)
-        _add_loss(compare_structure(passes, all_parts, first, finite, result), result)
-
-    areas: dict[str, Callable[[], None]] = {
-        "the roundings of the gradient": roundings, "the structure of the gradient": structure,
-        "the slope of the loss": partial(compare_slope, passes, all_parts, result),
-    }  # fmt: skip
+    add_nonfinite(passes, first, result)
+    areas = {
+        "the roundings of the gradient": partial(add_roundings, passes, first),
+        "the structure of the gradient": partial(compare_structure, passes, first),
+        "the slope of the loss": partial(compare_slope, passes),
+    }
     for area, compare in areas.items():
         try:
-            compare()
+            compare(result)
+            result.looked_at += f", {area}"
         except Exception as error:  # whatever the loss raises of an unwrapped model; ours in tests
             result.unseen[area] = words_of(error)
     return first.gradients
-
-
-def _add_loss(plain: Pass, result: Readings) -> None:
-    """Tell a loss that a 16-bit format rounds, and print its distance: the forward number."""
-    if not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
-        return
-    value = float(plain.loss.detach())
-    off = abs(value - plain.value) / (abs(plain.value) or 1.0)
-    result.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
-    if plain.loss.dtype in UNITS and off > KINDS["loss-rounding"].bound:
-        result.add("loss-rounding", "the loss", off)

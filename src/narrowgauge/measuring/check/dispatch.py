@@ -1,4 +1,4 @@
-"""Run a user's step operation by operation, and ask policies what lies beside each result.
+"""Run a user's step operation by operation, and show each to policies.
 
 One dispatch mode sees every operation of forward and backward. A policy is an object with
 ``before(operation)``, whose result is a note, and ``after(operation, note)``:
@@ -14,11 +14,12 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
+from traceback import walk_stack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -171,47 +172,37 @@ def _user_line() -> tuple[str, bool]:
     """Return the innermost line of the user, and whether it is in a backward. The line is empty in a
     backward that has no frame of the user.
     """
-    frame: Any = sys._getframe()
-    while frame is not None:
+    for frame, number in walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_name == "_engine_run_backward":
             return "", True
         if not code.co_filename.startswith(_SKIPPED):
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
             name = name.replace("<locals>.", "")
-            line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+            line = f"{name} ({os.path.basename(code.co_filename)}:{number})"
             is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
             return line, is_backward
-        frame = frame.f_back
     return UNKNOWN, False
 
 
 def is_in_autograd_function() -> bool:
     """Return whether a pass of an autograd function of the user runs."""
-    frame: Any = sys._getframe()
     file = torch.autograd.function.__file__
-    while frame is not None and frame.f_code.co_filename != file:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_filename == file for frame, _ in walk_stack(sys._getframe()))
 
 
 # ── tensors and their memory ──────────────────────────────────────────────────────────────────────
 
 
-class ByStorage(dict[int, tuple[StorageWeakRef, Any]]):
+class ByStorage(WeakKeyDictionary[torch.UntypedStorage, Any]):
     """Keep values by the memory of a tensor, for as long as that lives."""
 
     def of(self, x: Tensor) -> Any:
-        weak, value = self.get(storage_key(x), (None, None))
-        return value if weak is not None and not weak.expired() else None
+        return self.get(x.untyped_storage()) if x.layout is torch.strided else None
 
     def put(self, x: Tensor, value: Any) -> None:
         if x.layout is torch.strided:
-            self[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
-        if len(self) % 256 == 255:
-            for key, (weak, _) in list(self.items()):
-                if weak.expired():
-                    del self[key]
+            self[x.untyped_storage()] = value
 
 
 def storage_key(x: Tensor) -> int:
@@ -234,9 +225,11 @@ def floats_in(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if is_float(x)]
 
 
+def at_least_16_bits(x: Tensor) -> Tensor:
+    """Return the values of a tensor in a format that torch compares with infinity."""
+    return x.detach().float() if x.element_size() == 1 else x.detach()
+
+
 def is_finite(x: Tensor) -> bool:
     """Return whether all values of a tensor are finite."""
-    values = x.detach()
-    if values.element_size() == 1:
-        values = values.float()
-    return not values.numel() or bool(values.isfinite().all())
+    return bool(at_least_16_bits(x).isfinite().all())

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.measuring.check.dispatch import (
     PolicyMode,
     is_float,
@@ -24,15 +24,17 @@ from narrowgauge.measuring.check.dispatch import (
     storage_key,
     tensors_in,
 )
+from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.numerics.dtensor import named_gradients
-from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.preserve import generator_states, preserve_model
 
 Loss = Callable[[nn.Module, Any], Any]
 Backward = Callable[[nn.Module, Any], Any]
 Gradients = dict[str, Tensor]
+IS_ZERO = "it is exactly zero: take a batch whose loss has a gradient"
+"""Why nothing of a gradient was compared."""
 
 
 class Pass(NamedTuple):
@@ -51,9 +53,14 @@ class Pass(NamedTuple):
     shadows: Gradients
     loss: Any
     value: float
-    wide: Float64Shadow
+    shadow: Float64Shadow
     draws: bool
     changed: list[str]
+
+    @property
+    def is_zero(self) -> bool:
+        """Return whether the gradients that are followed are exactly zero without roundings."""
+        return bool(self.shadows) and not any(bool(x.any()) for x in self.shadows.values())
 
 
 class Constants(TorchFunctionMode):
@@ -62,9 +69,9 @@ class Constants(TorchFunctionMode):
     The slope of a loss is along the tensors that it has a gradient for, with the others held fixed.
     """
 
-    def __init__(self, wide: Float64Shadow) -> None:
+    def __init__(self, shadow: Float64Shadow) -> None:
         super().__init__()
-        self.wide = wide
+        self.shadow = shadow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -77,7 +84,7 @@ class Constants(TorchFunctionMode):
         operands = set(map(storage_key, tensors_in((args, kwargs))))
         for x in tensors_in(result):
             if is_float(x) and storage_key(x) not in operands:
-                self.wide.forget(x)
+                self.shadow.forget(x)
         return result
 
 
@@ -87,8 +94,9 @@ class Passes:
 
     Args:
         leaves: the tensors whose gradients are read, by name.
-        parts: micro-batches of this rank.
+        parts: micro-batches of this rank; ``all_parts`` of all ranks.
         batch: what the loop's ``backward`` takes.
+        nonfinite: what it found in the first pass.
         is_training: whether passes are in training mode.
     """
 
@@ -96,16 +104,28 @@ class Passes:
     leaves: dict[str, Any]
     parts: list[Any]
     loss: Loss
-    optimizers: Sequence[torch.optim.Optimizer] = ()
     batch: Any = None
     backward: Backward | None = None
+    all_parts: Sequence[Any] = ()
+    nonfinite: FirstNonfinite = field(default_factory=FirstNonfinite)
     is_training: bool = True
 
     def step(self) -> Any:
-        """Compute the gradients of a step as the loop does."""
+        """Compute the gradients of a step as the loop does: by default each micro-batch's loss, divided by
+        their number. Return the last loss.
+        """
         if self.backward is not None:
             return self.backward(self.model, self.batch)
-        return divided_losses(self.model, self.parts, self.loss, self.optimizers)
+        reduction = reduction_of(torch_names.unwrapped_model(self.model))
+        value: Any = None
+        for place, part in enumerate(self.parts, 1):
+            sums: Any = nullcontext()
+            if reduction is not None:
+                sums = reduction.micro_batch(is_last=place == len(self.parts))
+            with sums:
+                value = self.loss(self.model, part)
+                (value / len(self.parts)).backward()
+        return value
 
     def plain_loss(self, batch: Any) -> Any:
         """Return the loss of the model without wrappers, such as DistributedDataParallel."""
@@ -132,7 +152,7 @@ class Passes:
     def run(
         self,
         call: Callable[[], Any],
-        wide: Float64Shadow,
+        shadow: Float64Shadow,
         *policies: Any,
         is_alone: bool = False,
         has_constants: bool = False,
@@ -155,21 +175,20 @@ class Passes:
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
             self.model.train(self.is_training)
             before = generator_states()
-            undo.enter_context(PolicyMode(wide, *policies, is_alone=is_alone))
-            with Constants(wide) if has_constants else nullcontext():
+            undo.enter_context(PolicyMode(shadow, *policies, is_alone=is_alone))
+            with Constants(shadow) if has_constants else nullcontext():
                 loss = call()
             for name, gradient in named_gradients(self.leaves).items():
                 x = gradient.detach()
                 gradients[name] = x.to_dense() if x.is_sparse else x.clone()
             # Numbers that each call draws anew from a seed are others for other shapes.
-            is_whole = len(self.parts) * all_ranks().size == 1
-            draws = generator_states() != before or (wide.draws and not is_whole)
+            draws = generator_states() != before or (shadow.draws and len(self.all_parts) > 1)
         for name, gradient in gradients.items():
-            if wide.follows(gradient):
-                shadows[name] = wide.of(gradient)
-        if isinstance(loss, Tensor) and loss.numel() == 1 and wide.follows(loss):
-            value = float(wide.of(loss.detach()))
-        return Pass(gradients, shadows, loss, value, wide, draws, changed)
+            if shadow.follows(gradient):
+                shadows[name] = shadow.of(gradient)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and shadow.follows(loss):
+            value = float(shadow.of(loss.detach()))
+        return Pass(gradients, shadows, loss, value, shadow, draws, changed)
 
 
 @contextmanager
@@ -202,25 +221,6 @@ def _scalers_put_back() -> Iterator[None]:
 
 
 # ── batches ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def divided_losses(
-    model: nn.Module,
-    parts: Sequence[Any],
-    loss: Loss,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-) -> Any:
-    """Run a backward pass of each micro-batch's loss, divided by their number; return the last loss."""
-    reductions = [o.reduction for o in optimizers if isinstance(o, Optimizer) and o.reduction]
-    value: Any = None
-    for place, part in enumerate(parts, 1):
-        waits: Any = nullcontext()
-        if reductions:
-            waits = reductions[0].micro_batch(is_last=place == len(parts))
-        with waits:
-            value = loss(model, part)
-            (value / len(parts)).backward()
-    return value
 
 
 def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:

@@ -19,13 +19,13 @@ from torch import Tensor
 from narrowgauge.measuring.check.dispatch import is_finite
 from narrowgauge.measuring.check.training_setup import (
     NARROW_WEIGHTS,
+    TRAINED,
     OptimizedParameter,
     TrainingSetup,
-    sample_elements,
 )
 from narrowgauge.measuring.optimizer_copy import OptimizerCopy, low_bits_kept, no_trace, wide_of
 from narrowgauge.measuring.reading import Readings, of_all, words_of
-from narrowgauge.measuring.samples import take
+from narrowgauge.measuring.samples import SIZE, take
 from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
@@ -37,6 +37,8 @@ WARM = 64
 """Steps of random gradients after which the size of a step is a run's."""
 READ = 16
 """Last steps whose sizes are read."""
+SAMPLED = READ * SIZE
+"""Weights of a tensor that take one typical step each."""
 LARGE = 1 << 12
 """Elements from which on torchao and bitsandbytes hold the states of a tensor as codes."""
 SEED = 7_919_003
@@ -56,14 +58,14 @@ class Copy:
     Attributes:
         shares: of the second moment and of eps, where they are known.
         keeps_step: whether what rounding cuts of a step adds up.
-        sizes: typical steps of random elements, as many as are read.
+        sizes: typical steps of random elements, ``SAMPLED`` of them.
         over_gradient: their size over the gradient's; 0 if the gradient does not decide it.
         error: why there is no copy.
     """
 
     shares: Row = field(default_factory=dict)
     keeps_step: bool = False
-    sizes: Tensor | None = None
+    sizes: Any = None
     over_gradient: float = 0.0
     error: str = ""
 
@@ -106,8 +108,19 @@ def predict(
         elif seen.over_gradient and gradient is None:
             reason = "its steps are as long as the gradient; pass batch="
         elif not reason:
-            row["step"] = _stored_share(p, _direction(p, rate * matrix, seen, gradient))
+            weights = take(p, SAMPLED).cpu()
+            change = seen.sizes[: len(weights)] * (matrix or 1.0)
+            if seen.over_gradient and gradient is not None:
+                change = -seen.over_gradient * take(gradient, SAMPLED).cpu().float()
+            row["step"] = _stored_share(weights, change.double())
     return row, reason
+
+
+def _stored_share(weights: Tensor, change: Tensor) -> float:
+    """Return the audit's fraction of a change of weights that their format stores."""
+    stored = (weights.double() + change).to(weights.dtype).double() - weights.double()
+    square = float(change @ change)
+    return round(float(change @ stored) / square, 2) if square else 1.0
 
 
 def _rate(stepped: OptimizedParameter) -> float:
@@ -131,8 +144,10 @@ def _copy(stepped: OptimizedParameter, rate: float, is_matrix: bool) -> Copy:
                 seen.shares = _of_states(optimizer, group, p)
                 if p.dtype in NARROW_WEIGHTS:
                     seen.keeps_step = low_bits_kept(optimizer, group, p)
-            if p.dtype in NARROW_WEIGHTS and not seen.keeps_step and not is_matrix:
-                _add_sizes(seen, stepped, {"lr": rate} if "lr" in group else {})
+            if is_matrix:
+                seen.sizes = rate * torch.randn(SAMPLED, generator=_seeded())
+            elif p.dtype in NARROW_WEIGHTS and not seen.keeps_step:
+                _add_sizes(seen, stepped, rate)
     except ArithmeticError as error:
         seen.error = words_of(error)
     return seen
@@ -145,24 +160,27 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     row: Row = {}
     start = torch.full((min(p.numel(), LARGE),), 0.5, dtype=p.dtype, device=p.device)
     zeros = torch.zeros_like(start)
-    if group.get("eps") and not is_finite(
-        OptimizerCopy(optimizer, group, start.clone()).step(zeros)
-    ):
-        row["eps"] = 0.0
-    twin = OptimizerCopy(optimizer, group, start)
-    twin.step(torch.ones_like(start))
-    moment = twin.state("exp_avg_sq")
-    if type(moment) is Tensor and moment.dtype in NARROW_WEIGHTS:
+    if group.get("eps"):
+        change = OptimizerCopy(optimizer, group, start.clone()).step(zeros)
+        row["eps"] = None if is_finite(change) else 0.0
+    copied = OptimizerCopy(optimizer, group, start)
+    copied.step(torch.ones_like(start))
+    moment = copied.state.get("exp_avg_sq")
+    if type(moment) is Tensor and moment.dtype in TRAINED:
         before = moment.clone()
         for _ in range(READ):
-            twin.step(zeros)
-        row["second_moment"] = float(not torch.equal(before, twin.state("exp_avg_sq")))
+            copied.step(zeros)
+        is_stored = not torch.equal(before, copied.state["exp_avg_sq"])
+        if moment.dtype in NARROW_WEIGHTS or not is_stored:
+            row["second_moment"] = float(is_stored)
     return row
 
 
-def _add_sizes(
-    seen: Copy, stepped: OptimizedParameter, options: Mapping[str, float], part: float = 1.0
-) -> None:
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+def _add_sizes(seen: Copy, stepped: OptimizedParameter, rate: float, part: float = 1.0) -> None:
     """Step elements of a tensor by gradients of random sign, and once more by small ones.
 
     Args:
@@ -172,32 +190,22 @@ def _add_sizes(
     start = take(p)
     norms = []
     for scale in (2.0**-6, 1.0):
-        generator = torch.Generator().manual_seed(SEED)
-        twin = OptimizerCopy(optimizer, group, part * wide_of(start), options=options)
+        generator = _seeded()
+        copied = OptimizerCopy(optimizer, group, part * wide_of(start), options={"lr": rate})
         changes = []
         for _ in range(WARM):
             noise = scale * torch.randn(len(start), generator=generator)
-            changes.append(twin.step(noise.to(p.device)))
+            changes.append(copied.step(noise.to(p.device)))
         seen.sizes = torch.cat(changes[-READ:]).cpu().float()
         norms.append(float(seen.sizes.norm()))
-    if not norms[1] and options.get("lr", 1.0):
+        if norms[-1]:
+            copied.require_wide(p.dtype)
+    if not norms[1] and (rate or "lr" not in group):
         if part:
-            _add_sizes(seen, stepped, options, 0.0)
-            return
+            return _add_sizes(seen, stepped, rate, 0.0)
         raise ArithmeticError(f"a copy of {type(optimizer).__name__} does not step")
     if norms[0] < norms[1] / 8:
         seen.over_gradient = norms[1] / math.sqrt(READ * len(start))
-
-
-def _direction(p: Tensor, matrix: float, seen: Copy, gradient: Tensor | None) -> Tensor:
-    """Return a typical step of sampled weights."""
-    generator = torch.Generator().manual_seed(SEED)
-    weights = sample_elements(p)
-    if matrix or seen.sizes is None:
-        return matrix * torch.randn(weights.shape, generator=generator)
-    if seen.over_gradient and gradient is not None:
-        return -seen.over_gradient * sample_elements(gradient).float()
-    return seen.sizes[torch.randint(len(seen.sizes), weights.shape, generator=generator)]
 
 
 def _size_of_matrix(stepped: OptimizedParameter) -> float:
@@ -214,37 +222,31 @@ def _size_of_matrix(stepped: OptimizedParameter) -> float:
     return math.sqrt(max(1.0, rows / columns) / max(rows, columns))
 
 
-def _stored_share(p: Tensor, change: Tensor) -> float:
-    """Return the audit's fraction of a change of sampled weights that their format stores."""
-    weight = sample_elements(p).float()
-    stored = (weight + change).to(p.dtype).float() - weight
-    intended = change.double()
-    square = float(intended @ intended)
-    return round(float(intended @ stored.double()) / square, 2) if square else 1.0
-
-
 def add_stored(setup: TrainingSetup, gradients: Mapping[str, Tensor], result: Readings) -> None:
     """Add a reading of each share that storage loses, and the table of what trains, the least shares
     first. A tensor whose step is lost is named once: its shares have one cure.
     """
-    groups: dict[tuple[Any, ...], tuple[Row, list[str]]] = {}
+    names_of: dict[Any, list[str]] = {}
+    rows = {}
     copies: Copies = {}
-    lost: dict[str, dict[str, float]] = {kind: {} for kind in SHARES.values()}
+    lost: dict[str, dict[str, float]] = {}
     for stepped in setup.trained:
         name = stepped.name
         gradient = gradients.get(name, gradient_of(stepped.parameter))
         row, reason = predict(stepped, gradient, copies)
-        groups.setdefault((*row.values(),), (row, []))[1].append(name)
+        key = (*row.values(),)
+        rows[key] = row
+        names_of.setdefault(key, []).append(name)
         if reason:
             result.unseen[f"updates by {row['optimizer']}"] = reason
         for share, kind in SHARES.items():
             if row[share] is not None and row[share] < MIN_EDQ:
-                lost[kind][name] = row[share]
+                lost.setdefault(kind, {})[name] = row[share]
                 break
-    rows = [{"trains": of_all(names), **row} for row, names in groups.values()]
-    rows.sort(key=lambda row: (row["step"] is None, row["step"]))
-    result.lines = [*Table(rows, _SHOWN).plain().splitlines(), *result.lines]
+    for key, row in rows.items():
+        row["trains"] = of_all(names_of[key])
+    by_share = sorted(rows.values(), key=lambda row: (row["step"] is None, row["step"]))
+    result.lines = [*Table(by_share, _SHOWN).plain().splitlines(), *result.lines]
     for kind, values in lost.items():
-        if values:
-            names = sorted(values, key=values.__getitem__)
-            result.add(kind, names, values[names[0]], 1.0)
+        names = sorted(values, key=values.__getitem__)
+        result.add(kind, names, values[names[0]], 1.0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.check.dispatch import SUM, is_finite, tensors_in
-from narrowgauge.measuring.check.passes import Gradients, Pass
-from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
+from narrowgauge.measuring.check.passes import IS_ZERO, Gradients, Pass, Passes
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Readings
@@ -37,6 +37,8 @@ MOST = 0.7
 """Fraction of a gradient that is rounding alone. Healthy tensors have at most 0.08."""
 THE_ONE = 0.94
 """A place that gives this fraction of the error is the only one: without it a third is left."""
+PLACES = 3
+"""Places that are printed, at most."""
 LEAST_SHARE = 0.005
 """Places with a smaller fraction of the error are not printed."""
 AT_END = 1 / 8
@@ -44,58 +46,56 @@ AT_END = 1 / 8
 of healthy steps at most 1/16.
 """
 
-Repeat = Callable[[Collection[str]], Pass]
-"""Run a step again, with sites whose shadows are rounded."""
 
+def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
+    """Tell what is unusual in the roundings of a step's gradient, which the first pass computed.
 
-def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) -> None:
-    """Tell what is unusual in the roundings of a gradient.
-
-    Args:
-        repeat: runs the step of the first pass again.
-        number: lines of places that do most, at most.
+    Raises:
+        ArithmeticError: there is no gradient, or none is followed.
     """
-    wide = first.wide
+    shadow = first.shadow
+    roundoff, coarsest = shadow.coarsest
     errors = {}
-    for name, shadow in first.shadows.items():
-        if is_finite(first.gradients[name]) and is_finite(shadow):
+    lengths = {}
+    for name, exact in first.shadows.items():
+        if is_finite(first.gradients[name]) and is_finite(exact):
             errors[name] = _distance(first.gradients, first.shadows, [name])
+            lengths[name] = float(exact.norm())
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
-        through = ", ".join(wide.cuts)
+        through = ", ".join(shadow.cuts)
         result.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
-    lengths = {name: float(first.shadows[name].norm()) for name in errors}
     error = math.hypot(*errors.values())
     length = math.hypot(*lengths.values()) or 1.0
-    unit = wide.coarsest[0] * length
-    _add_casts(wide, bool(errors) and error <= RANKED * unit, result)
+    unit = roundoff * length
+    _add_casts(shadow, bool(errors) and error <= RANKED * unit, result)
     if not errors:
-        result.lines.append("gradients: none is seen, or none is followed")
-        return
+        raise ArithmeticError("no gradient is seen, or none is followed")
     number_read = plural(len(errors), "tensor")
-    if not error and not any(lengths.values()):
+    if not error and first.is_zero:
         result.lines.append(f"gradients of {number_read}: all are exactly zero")
-        return
+        raise ArithmeticError(IS_ZERO)
     worst = max(errors, key=errors.__getitem__)
     result.lines.append(
         f"gradients of {number_read}: {error / length:.2g} of their length from float64's, "
-        f"{error / unit:.3g} roundings of {wide.coarsest[1]}; most in {worst}"
+        f"{error / unit:.3g} roundings of {coarsest}; most in {worst}"
     )
 
     def alone(sites: Collection[str]) -> float:
-        """Return the error that some sites give."""
-        reached = _distance(repeat(sites).shadows, first.shadows, list(errors))
+        """Return the error that some sites give, of a step in which their shadows are rounded."""
+        rounded = passes.run(passes.step, Float64Shadow(sites)).shadows
+        reached = _distance(rounded, first.shadows, list(errors))
         return math.inf if math.isnan(reached) else reached
 
     bound = KINDS["rounding"].bound
-    if wide.coarsest[0] == FINEST:
+    if roundoff == FINEST:
         bound = OF_FLOAT32
-    elif wide.flips:
+    elif shadow.flips:
         bound *= FLIPPED
-    for site, share in _ranked(wide, error, unit, number, alone):
-        names = ", ".join(sorted(wide.rounds[site]))
+    for site, share in _ranked(shadow, error, unit, alone):
+        names = ", ".join(sorted(shadow.rounds[site]))
         result.lines.append(f"  {share:.2f} of it from {names} in {site}")
-        is_usual = wide.flips or site in wide.layers
+        is_usual = shadow.flips or site in shadow.layers
         if share >= THE_ONE and not is_usual and bound < OF_FLOAT32:
             bound = OF_SUMS
     if error > bound * unit:
@@ -105,7 +105,7 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
         norm = float(first.gradients[name].double().norm())
         is_alone = size > MOST * norm > 0 and lengths[name] < (1 - MOST) * norm
         if is_alone and first.gradients[name].ndim > 1:
-            roundings = size / (wide.coarsest[0] * lengths[name] or 1.0)
+            roundings = size / (roundoff * lengths[name] or 1.0)
             result.add("rounding", name, roundings)
 
 
@@ -115,11 +115,7 @@ def _distance(first: Gradients, second: Gradients, names: Sequence[str]) -> floa
 
 
 def _ranked(
-    wide: Float64Shadow,
-    error: float,
-    unit: float,
-    number: int,
-    alone: Callable[[Collection[str]], float],
+    shadow: Float64Shadow, error: float, unit: float, alone: Callable[[Collection[str]], float]
 ) -> Iterator[tuple[str, float]]:
     """Yield the places that do most of an error with their shares, until one rounding is left.
 
@@ -127,13 +123,13 @@ def _ranked(
 
     Args:
         unit: one rounding of the whole gradient.
-        number: places, at most.
         alone: the error that some sites give.
     """
-    rest = list(wide.rounds)
+    rest = list(shadow.rounds)
     sites = list(rest)
-    if error <= (OF_FLOAT32 if wide.coarsest[0] == FINEST else RANKED) * unit:
+    if error <= (OF_FLOAT32 if shadow.coarsest[0] == FINEST else RANKED) * unit:
         sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
+    number = PLACES if all_ranks().size == 1 else 0  # ranks would take turns of their own
     unexplained = error
     while sites and number and unexplained > unit:
         size = unexplained
@@ -153,15 +149,15 @@ def _ranked(
         number -= 1
 
 
-def _add_casts(wide: Float64Shadow, is_small: bool, result: Readings) -> None:
+def _add_casts(shadow: Float64Shadow, is_small: bool, result: Readings) -> None:
     """Tell casts whose values lie outside the range of their format.
 
     Args:
         is_small: the whole gradient errs little, so what casts in backward lose does not count.
     """
     losses = (
-        ("a cast errs by {:.3g} roundings", wide.cast_errors, 1.0, KINDS["cast-range"].bound),
-        ("{:.1%} of a cast's values reach its format's end", wide.at_end, 0.0, AT_END),
+        ("a cast errs by {:.3g} roundings", shadow.cast_errors, 1.0, KINDS["cast-range"].bound),
+        ("{:.1%} of a cast's values reach its format's end", shadow.at_end, 0.0, AT_END),
     )
     for words, values, expected, bound in losses:
         sites = []
@@ -174,9 +170,9 @@ def _add_casts(wide: Float64Shadow, is_small: bool, result: Readings) -> None:
             result.add("cast-range", sites, values[sites[0]], expected, bound)
 
 
-def add_nonfinite(first: Pass, finite: FirstNonfinite, result: Readings) -> None:
+def add_nonfinite(passes: Passes, first: Pass, result: Readings) -> None:
     """Tell gradients or a loss that are not finite, with the operations that began it."""
     bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
     if bad or not all(map(is_finite, tensors_in(first.loss))):
-        result.lines += [f"not finite first: {words}" for words in finite.made.values()]
+        result.lines += [f"not finite first: {words}" for words in passes.nonfinite.made.values()]
         result.add("nonfinite", bad or "the loss", len(bad) or 1)

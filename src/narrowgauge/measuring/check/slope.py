@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.check.dispatch import is_finite
-from narrowgauge.measuring.check.passes import Pass, Passes, concatenated
+from narrowgauge.measuring.check.passes import IS_ZERO, Pass, Passes, concatenated
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Readings
@@ -75,7 +75,7 @@ class Along:
         self.has_constants = has_constants
         first = self._run(passes.plain(batch))
         self.exact = first.shadows
-        self.quantizers = first.wide.quantizers
+        self.quantizers = first.shadow.quantizers
         self.value = first.value
         self.moved: dict[str, Any] = {}
         for name, p in passes.leaves.items():
@@ -93,22 +93,28 @@ class Along:
         are_finite = math.isfinite(first.value) and all(map(is_finite, first.shadows.values()))
         if not first.shadows or not are_finite:
             reason = "it is not finite, or has no gradient"
-            if first.wide.cuts:
-                reason = f"not followed through {', '.join(first.wide.cuts)}"
+            if first.shadow.cuts:
+                reason = f"not followed through {', '.join(first.shadow.cuts)}"
             raise ArithmeticError(reason)
 
     def _run(self, call: Callable[[], Any], shifts: Any = ()) -> Pass:
-        wide = Float64Shadow(shifts=shifts, is_smooth=True)
-        return self.passes.run(call, wide, is_alone=True, has_constants=self.has_constants)
+        shadow = Float64Shadow(shifts=shifts, is_smooth=True)
+        return self.passes.run(call, shadow, is_alone=True, has_constants=self.has_constants)
 
     def _loss_at(self, directions: list[tuple[Any, Tensor]], step: float) -> float:
         shifts = [(p, step * x) for p, x in directions]
         return self._run(lambda: self.passes.plain_loss(self.batch), shifts).value
 
-    def leave_out_attached(self) -> None:
-        """Leave out gradients that arrive where nothing is asked, as of losses attached in backward."""
-        for name, gradient in self._run(self.passes.plain(self.batch, 0.0)).shadows.items():
-            self.exact[name] = self.exact[name] - gradient
+    def whole(self) -> Slope:
+        """Return the slope along all weights. If the gradient has another one, leave out what arrives where
+        nothing is asked, as of losses attached in backward.
+        """
+        slope = self.slope(self.moved)
+        if slope.differs:
+            for name, gradient in self._run(self.passes.plain(self.batch, 0.0)).shadows.items():
+                self.exact[name] = self.exact[name] - gradient
+            slope = self.slope(self.moved)
+        return slope
 
     def slope(self, names: Collection[str], limit: float = 0.0) -> Slope:
         """Return the slope along a random direction of some tensors.
@@ -130,7 +136,8 @@ class Along:
         slopes = []
         measured = size = distance = bend = 0.0
         for step in (STEP, STEP / 10):
-            above, below = (self._loss_at(directions, shift) for shift in (step, -step))
+            above = self._loss_at(directions, step)
+            below = self._loss_at(directions, -step)
             measured = (above - below) / (2 * step)
             slopes.append(measured)
             bend = abs(above + below - 2 * self.value) / step
@@ -147,28 +154,29 @@ class Along:
     def last_wrong(self, limit: float) -> tuple[str, Slope]:
         """Return the last tensor in forward whose slope is another, by halving."""
         names = [*self.moved][::-1]
-        while True:
-            half = names[: (len(names) + 1) // 2]
-            slope = self.slope(half, limit)
-            if len(names) == 1 and slope.differs:
-                return names[0], slope
-            if len(names) == 1:
-                raise ArithmeticError("no tensor alone has another one")
-            names = half if slope.differs else names[len(half) :]
+        while len(names) > 1:
+            half = names[: len(names) // 2]
+            names = half if self.slope(half, limit).differs else names[len(half) :]
+        slope = self.slope(names, limit)
+        if not slope.differs:
+            raise ArithmeticError("no tensor alone has another one")
+        return names[0], slope
 
 
-def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
+def compare_slope(passes: Passes, result: Readings) -> None:
     """Tell where the loss of all micro-batches does not change as its gradient says.
 
     Raises:
         ArithmeticError: why that cannot be measured.
     """
-    batch = concatenated(parts)
+    batch = concatenated(passes.all_parts)
     if batch is None:
-        batch = parts[0]
-    along, slope = _whole(passes, batch, True)
+        batch = passes.all_parts[0]
+    along = Along(passes, batch, True)
+    slope = along.whole()
     if slope.differs:
-        along, slope = _whole(passes, batch, False)
+        along = Along(passes, batch, False)
+        slope = along.whole()
     if slope.differs and along.quantizers:
         raise ArithmeticError(
             f"not followed through the roundings of {', '.join(along.quantizers)}"
@@ -176,6 +184,8 @@ def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
     if not slope.differs:
         if slope.off > BOUND:
             raise ArithmeticError("the loss has a kink at the weights or near them")
+        if not slope.predicted and not slope.measured:
+            raise ArithmeticError(IS_ZERO)
         number = plural(len(along.moved), "tensor")
         result.lines.append(
             f"slope: the loss changes as the gradient of {number} says, within {slope.off:.1g}"
@@ -184,16 +194,6 @@ def compare_slope(passes: Passes, parts: list[Any], result: Readings) -> None:
     name, slope = along.last_wrong(abs(slope.measured - slope.predicted) / PART)
     limit = BOUND * abs(slope.measured)
     result.add("slope", name, slope.predicted, slope.measured, limit)
-
-
-def _whole(passes: Passes, batch: Any, has_constants: bool) -> tuple[Along, Slope]:
-    """Return the loss along random directions, and its slope along all weights."""
-    along = Along(passes, batch, has_constants)
-    slope = along.slope(along.moved)
-    if slope.differs:
-        along.leave_out_attached()
-        slope = along.slope(along.moved)
-    return along, slope
 
 
 def _direction(p: Tensor, seed: int) -> Tensor:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks, unlike
 from narrowgauge.measuring.check.dispatch import is_finite, storage_key
-from narrowgauge.measuring.check.passes import Gradients, Pass, Passes, concatenated
-from narrowgauge.measuring.check.policies.first_nonfinite import FirstNonfinite
+from narrowgauge.measuring.check.passes import IS_ZERO, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Readings, of_all
+from narrowgauge.measuring.unit_roundoff import UNITS
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
@@ -35,7 +33,29 @@ MOST_PARTS = 16
 """Micro-batches of all ranks whose gradients are read one by one."""
 
 
-def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
+def compare_structure(passes: Passes, first: Pass, result: Readings) -> None:
+    """Compare a step over ranks and with the plain loss, and print the loss and its distance from
+    float64's.
+
+    Args:
+        first: the pass of the step in training mode.
+    Raises:
+        ArithmeticError: why they are not compared.
+    """
+    _compare_ranks(passes, first, result)
+    plain = _compare_with_plain(passes, first, result)
+    if not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
+        return
+    value = float(plain.loss.detach())
+    off = abs(value - plain.value) / (abs(plain.value) or 1.0)
+    result.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
+    if plain.loss.dtype in UNITS and off > KINDS["loss-rounding"].bound:
+        result.add("loss-rounding", "the loss", off)
+    if plain.is_zero:
+        raise ArithmeticError(IS_ZERO)
+
+
+def _compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
     """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
     further.
     """
@@ -49,21 +69,12 @@ def compare_ranks(passes: Passes, first: Pass, result: Readings) -> None:
         result.unseen["sums over ranks"] = "the loop makes them; pass backward="
 
 
-def compare_structure(
-    passes: Passes, parts: list[Any], first: Pass, finite: FirstNonfinite, result: Readings
-) -> Pass:
-    """Compare a step with the plain loss, and return the pass of that.
-
-    Args:
-        parts: the micro-batches of all ranks.
-        first: the pass of the step in training mode, which ``finite`` saw.
-    Raises:
-        ArithmeticError: why they are not compared.
-    """
-    if passes.backward is None and len(parts) == 1:
-        _add_missing(passes.leaves, first.gradients, first.shadows, finite, result)
+def _compare_with_plain(passes: Passes, first: Pass, result: Readings) -> Pass:
+    """Compare a step with the plain loss, and return the pass of that."""
+    if passes.backward is None and len(passes.all_parts) == 1:
+        _add_missing(passes, first.gradients, first.shadows, result)
         return first
-    batch = concatenated(parts)
+    batch = concatenated(passes.all_parts)
     if batch is None:
         raise ArithmeticError("micro-batches have unlike shapes")
     step = first
@@ -73,48 +84,50 @@ def compare_structure(
     plain = passes.run(passes.plain(batch), Float64Shadow(), is_alone=True)
     if plain.draws or (step.draws and not passes.is_training):
         raise ArithmeticError("evaluation mode draws random numbers too")
-    exact = _compare(passes, parts, step.shadows, plain, result)
-    _add_missing(passes.leaves, step.gradients, exact, finite, result)
+    exact = _compare(passes, step.shadows, plain, result)
+    _add_missing(passes, step.gradients, exact, result)
     return plain
 
 
-def _compare(
-    passes: Passes, parts: list[Any], step: Gradients, plain: Pass, result: Readings
-) -> Gradients:
+def _compare(passes: Passes, step: Gradients, plain: Pass, result: Readings) -> Gradients:
     """Tell each answer: tensors that have one are one reading. Return the right gradients."""
     exact = plain.shadows
     size = all_ranks().size
-    terms = _terms(passes, parts) if size > 1 else []
+    terms = _terms(passes) if size > 1 else []
     mean = sum(term.value for term in terms) / (len(terms) or 1)
     if terms and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
         # The loss counts the labels of all ranks, and DistributedDataParallel divides by their number.
         exact = {name: x / size for name, x in exact.items()}
         result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
-    distances: dict[str, float] = {}
+    distances = {}
     for name, right in exact.items():
-        gradient = step.get(name)
-        if gradient is None or not is_finite(gradient) or not is_finite(right):
+        if name not in step or not is_finite(step[name]) or not is_finite(right):
             continue
-        if right.any() and gradient.any():
-            distances[name] = float((gradient - right).norm() / right.norm())
+        if right.any() and step[name].any():
+            distances[name] = float((step[name] - right).norm() / right.norm())
     differing = [name for name in distances if distances[name] > SAME]
     equal = len(distances) - len(differing)
     result.lines.append(
         f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
     )
     if differing and not terms:
-        terms = _terms(passes, parts)
+        terms = _terms(passes)
     if differing and terms and _is_of_parts(step, exact, terms, differing):
         return exact
-    answers: dict[str, tuple[float, float, list[str]]] = {}
+    limits: dict[str, tuple[float, float]] = {}
+    answers: dict[str, list[str]] = {}
     for name in sorted(differing, key=lambda name: -round(distances[name], 6)):
         factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
         rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
-        answer = "not a multiple of the plain loss's", distances[name], 0.0
+        words = "not a multiple of the plain loss's"
+        limit = distances[name], 0.0
         if rest <= SAME * abs(factor):
-            answer = f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
-        answers.setdefault(answer[0], (*answer[1:], []))[2].append(name)
-    for words, (value, expected, names) in answers.items():
+            words = f"{factor:.6g} times the plain loss's"
+            limit = round(factor, 9), 1.0
+        limits.setdefault(words, limit)
+        answers.setdefault(words, []).append(name)
+    for words, names in answers.items():
+        value, expected = limits[words]
         result.lines.append(f"  {of_all(names)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
             reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
@@ -124,8 +137,9 @@ def _compare(
     return exact
 
 
-def _terms(passes: Passes, parts: list[Any]) -> list[Pass]:
+def _terms(passes: Passes) -> list[Pass]:
     """Return a pass of the plain loss of each micro-batch; none if there are too many, or one."""
+    parts = passes.all_parts
     if not 1 < len(parts) <= MOST_PARTS:
         return []
     return [passes.run(passes.plain(part), Float64Shadow(), is_alone=True) for part in parts]
@@ -150,37 +164,34 @@ def _joined(gradients: Gradients, names: list[str]) -> Tensor:
     return torch.cat([gradients[name].flatten() for name in names])
 
 
-def _add_missing(
-    leaves: dict[str, Any],
-    step: Gradients,
-    exact: Gradients,
-    finite: FirstNonfinite,
-    result: Readings,
-) -> None:
+def _add_missing(passes: Passes, step: Gradients, exact: Gradients, result: Readings) -> None:
     """Tell tensors that get no gradient of the step, though the plain loss has one, or reads them.
 
     An expert may be idle in a batch: what no operation reads is not looked at.
     """
     answers: dict[str, list[str]] = {}
-    for name in reversed(leaves if step or exact else {}):
+    made = "; ".join(passes.nonfinite.made.values())
+    for name in reversed(passes.leaves if step or exact else {}):
         gradient = step.get(name)
         right = exact.get(name)
         if gradient is not None and gradient.any():
             continue
-        words = NONE if gradient is None else ZERO
-        if right is None and gradient is None:
-            words = DETACHED if storage_key(leaves[name]) in finite.read else UNREAD
-        elif right is None or not right.any():
-            words = ""
-            if finite.made:
-                result.unseen["gradients of exactly zero"] = "; ".join(finite.made.values())
+        if right is not None and right.any():
+            words = NONE if gradient is None else ZERO
+        elif right is None and gradient is None:
+            is_read = storage_key(passes.leaves[name]) in passes.nonfinite.read
+            words = DETACHED if is_read else UNREAD
+        else:
+            if made:
+                result.unseen["gradients of exactly zero"] = made
+            continue
         answers.setdefault(words, []).append(name)
-    answers.pop("", None)
     idle = answers.pop(UNREAD, None)
     if idle:
         result.unseen[f"gradients of {of_all(idle)}"] = UNREAD
+    missing = []
     for words, names in answers.items():
         result.lines.append(f"  gradient of {of_all(names)}: {words}")
-    names = [*chain.from_iterable(answers.values())]
-    if names:
-        result.add("no-gradient", names, len(names))
+        missing += names
+    if missing:
+        result.add("no-gradient", missing, len(missing))

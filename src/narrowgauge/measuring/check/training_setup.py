@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.reading import Reading, measured
-from narrowgauge.measuring.samples import decoded, take
+from narrowgauge.measuring.samples import take
 from narrowgauge.measuring.unit_roundoff import unit_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
@@ -22,7 +22,7 @@ NARROW_WEIGHTS = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW_WEIGHTS, torch.float32, torch.float64)
 """Formats of weights that optimizers step."""
 SAMPLE = 1 << 14
-"""Elements of a tensor that stand for it, at most."""
+"""Elements of a tensor that stand for it: every one of a tensor of half as many, often twice."""
 
 
 class OptimizedParameter(NamedTuple):
@@ -66,13 +66,8 @@ class TrainingSetup:
 
     @property
     def trained(self) -> list[OptimizedParameter]:
-        """Return the stepped parameters that have values of a known format and are not frozen."""
-        trained = []
-        for stepped in self.stepped:
-            p = stepped.parameter
-            if p.requires_grad and not p.is_meta and p.dtype in TRAINED:
-                trained.append(stepped)
-        return trained
+        """Return the stepped parameters that train."""
+        return [stepped for stepped in self.stepped if is_trained(stepped.parameter)]
 
     @property
     def missing(self) -> list[str]:
@@ -90,6 +85,11 @@ class TrainingSetup:
         """Return the trained parameters that are none of the model's, by name."""
         inside = set(map(id, self.parameters.values()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
+
+
+def is_trained(p: Tensor) -> bool:
+    """Return whether a tensor has values of a known format and is not frozen."""
+    return p.requires_grad and not p.is_meta and p.dtype in TRAINED
 
 
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
@@ -113,9 +113,6 @@ def setup_of(model: nn.Module, optimizer: Any) -> TrainingSetup:
 
 def sample_elements(tensor: Tensor) -> Tensor:
     """Return elements of this rank's part of a tensor on the CPU, 1-D: the same of each shape."""
-    local = decoded(tensor)
-    if local.numel() <= SAMPLE:
-        return local.detach().flatten().clone().cpu()
     return take(tensor, SAMPLE).cpu()
 
 
@@ -157,7 +154,7 @@ def _is_copy(p: Tensor, table: Tensor) -> bool:
     """Return whether a parameter has the values of an embedding that trains, in a second tensor: its
     bits, or once both have the format of fewer bits.
     """
-    if p.shape != table.shape or table.dtype not in TRAINED or not table.requires_grad:
+    if p.shape != table.shape or not is_trained(table):
         return False
     narrow = max(p.dtype, table.dtype, key=unit_of)
     values = sample_elements(p).to(narrow)

@@ -1,1 +1,3 @@
-"""Compare weights, models and what a resumed run computes with."""
+"""``ng.same`` and ``ng.check_resume``: compare two models, two sets of weights, and a resumed run with
+the one that went on.
+"""

@@ -11,7 +11,7 @@ it depends neither on sharding nor on which rank computed which micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeGuard
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.check.training_setup import TrainingSetup
-from narrowgauge.measuring.watch.hooks import Listener, LoopHooks, is_eager
+from narrowgauge.measuring.watch.hooks import LoopHooks, is_eager
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
@@ -28,7 +28,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.model_parts import weights_of
 from narrowgauge.torch_support.torch_hooks import OwnHook
-from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
+from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name, runs_backward
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """Kinds of what a step stores. Every other state is of the kind ``state:NAME``."""
@@ -36,7 +36,7 @@ Entries = dict[str, list[Any]]
 """Fingerprint, sum of squares, number of elements and dtype of each tensor, by ``KIND:NAME``."""
 
 
-class Fingerprints(Listener):
+class Fingerprints:
     """Record the fingerprints of a loop's steps: of the start, of the first step, and of every
     ``every``-th.
 
@@ -114,12 +114,9 @@ class Fingerprints(Listener):
         """Add the first output of a module that has weights of its own."""
         if isinstance(output, (tuple, list)) and output:
             output = output[0]
-        if type(output) is Tensor and output.is_floating_point() and is_eager():
+        is_first = is_eager() and not runs_backward()  # which may run a module again
+        if type(output) is Tensor and output.is_floating_point() and is_first:
             self.hub.guard(self, self._add, "output", name, output.detach())
-
-    def after_pass(self, output: Any) -> None:
-        """End the micro-batch."""
-        self._pass.close()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of the step, before our optimizer clips them."""
@@ -128,7 +125,7 @@ class Fingerprints(Listener):
             self._add_row(self._start, self._stored(self._start))
         self._start = None
         if optimizer is self.optimizer and self._is_on:
-            gradients: dict[str, Tensor] = {}
+            gradients = {}
             for name, p in reversed([*self.hub.model.named_parameters()]):
                 gradient = gradient_of(p)
                 if _is_plain(gradient):
@@ -149,8 +146,13 @@ class Fingerprints(Listener):
         """Return the entries of weights and states."""
         tensors = {}
         for p, name in self._names.items():
-            for kind, tensor in _stored(self.optimizer, p, step):
-                tensors[f"{kind}:{name}"] = tensor
+            values = {"weight": p.detach()}
+            if step > 0:
+                values |= _states_of(self.optimizer, p)
+            for kind, x in values.items():
+                if _is_plain(x) and (kind == "weight" or x.ndim):
+                    key = kind if kind in KINDS else f"state:{kind}"
+                    tensors[f"{key}:{name}"] = x
         return _entries_of(tensors)
 
     def end(self) -> None:
@@ -189,18 +191,15 @@ def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: fingerprint(whole(tensor)) for name, tensor in named.items()}
 
 
-def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weight and, once stepped, the states of a parameter, by their kinds."""
-    stored: dict[str, Any] = {"weight": p.detach()}
-    if step > 0 and isinstance(optimizer, Optimizer):
-        for name in (*KINDS, "momentum_buffer"):
-            with suppress(KeyError):  # another rule has other states, and a frozen parameter none
-                stored[name] = optimizer.stored(p, name)
-    elif step > 0:
-        stored |= optimizer.state.get(p, {})
-    for name, tensor in stored.items():
-        if _is_plain(tensor) and (name == "weight" or tensor.ndim):
-            yield (name if name in KINDS else f"state:{name}"), tensor
+def _states_of(optimizer: torch.optim.Optimizer, p: Tensor) -> Any:
+    """Return the states of a parameter by name; of ours with the weight, as they are stored."""
+    if not isinstance(optimizer, Optimizer):
+        return optimizer.state.get(p, {})
+    states = {}
+    for name in (*KINDS, "momentum_buffer"):
+        with suppress(KeyError):  # another rule has other states, and a frozen parameter none
+            states[name] = optimizer.stored(p, name)
+    return states
 
 
 def _joined(of_ranks: list[Entries]) -> Entries:

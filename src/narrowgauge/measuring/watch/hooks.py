@@ -1,16 +1,18 @@
 """The one set of hooks on a loop's model and optimizers, and the listeners that read them.
 
-The meter of a watch and the fingerprints are listeners. The hub hooks the module that the
-loop calls, and the step of each optimizer. A compiler and the transforms of ``torch.func`` skip all
+The meter of a watch and the fingerprints are listeners. :class:`LoopHooks` hooks the module that
+the loop calls, and the step of each optimizer. A compiler and the transforms of ``torch.func`` skip all
 hooks.
 
-An error in a listener ends this listener, and neither the others nor the loop. The ranks of a listener
-that compares them wait for each other, so there an error ends the loop.
+A listener is an object with ``before_pass(module, inputs)`` for a forward pass with gradients,
+``before_step(optimizer)`` for a step that has its gradients, ``after_step(optimizer)``, and ``end()``, which
+releases what it holds. It may only read. An error in a listener ends this listener, and neither the others
+nor the loop; ``title`` names it. If it ``compares_ranks``, they wait for each other, so there an error ends
+the loop.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.reading import failure_of
@@ -32,33 +35,6 @@ class RunNotice(UserWarning):
 
     A recorder writes the warning to ``events.jsonl`` too.
     """
-
-
-class Listener:
-    """Hear what happens in a loop. Each method does nothing here, and may only read.
-
-    Attributes:
-        title: names it where an error ends it.
-        compares_ranks: it communicates, so that an error on one rank must reach the others.
-    """
-
-    title = "the listener"
-    compares_ranks = False
-
-    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Hear of a forward pass with gradients that begins."""
-
-    def after_pass(self, output: Any) -> None:
-        """Hear of a forward pass with gradients that ended."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Hear of a step that has its gradients."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Hear of a step that is done."""
-
-    def end(self) -> None:
-        """Release what the listener holds, after an error in it."""
 
 
 class LoopHooks:
@@ -75,7 +51,7 @@ class LoopHooks:
         say: shows the error that ended a listener, or its measure of an area.
 
     Attributes:
-        here: the ranks. All of them make all calls.
+        ranks: all of them make all calls.
         listeners: called in their order.
     """
 
@@ -84,18 +60,17 @@ class LoopHooks:
         model: nn.Module,
         optimizers: list[Optimizer],
         called: nn.Module,
-        say: Callable[..., object] = lambda text, area="": warnings.warn(text, stacklevel=1),
+        say: Callable[..., object],
     ) -> None:
         self.model = model
         self.optimizers = optimizers
         self.say = say
         self.ranks = all_ranks()
-        self.listeners: list[Listener] = []
+        self.listeners: list[Any] = []
         self._undo = ExitStack()
         self._depth: Counter[Optimizer] = Counter()
         before = OwnHook(self._before_pass)
         handles = [called.register_forward_pre_hook(before, with_kwargs=True)]
-        handles.append(called.register_forward_hook(OwnHook(self._after_pass)))
         # A compiler that traces the step skips the hooks.
         enter = OwnHook(torch.compiler.disable(self._enter))
         leave = OwnHook(torch.compiler.disable(self._leave))
@@ -111,7 +86,7 @@ class LoopHooks:
             self.listeners.pop().end()
         self._undo.close()
 
-    def guard(self, listener: Listener, call: Callable[..., object], *args: Any) -> None:
+    def guard(self, listener: Any, call: Callable[..., object], *args: Any) -> None:
         """Call a method of a listener. An error ends the listener instead of the loop."""
         try:
             call(*args)
@@ -126,17 +101,12 @@ class LoopHooks:
     @torch.no_grad()
     def _tell(self, event: str, *args: Any) -> None:
         for listener in [*self.listeners]:
-            if listener in self.listeners:
-                self.guard(listener, getattr(listener, event), *args)
+            self.guard(listener, getattr(listener, event), *args)
 
     def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and is_eager():
             self._depth.clear()
             self._tell("before_pass", module, (*args, *kwargs.values()))
-
-    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and is_eager():
-            self._tell("after_pass", output)
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin a step: at once, or after the first call of the closure that computes its gradients."""
@@ -149,7 +119,7 @@ class LoopHooks:
             return partial(self._call, waiting, closure) if callable(closure) else closure
 
         if any(map(callable, [*args, *kwargs.values()])):
-            return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in kwargs.items()}
+            return tree_map(wrapped, (args, kwargs))
         return self._tell("before_step", optimizer)
 
     def _call(self, waiting: list[Any], closure: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from narrowgauge.measuring.optimizer_copy import low_bits_kept
 from narrowgauge.measuring.reading import failure_of, words_of
 from narrowgauge.measuring.samples import Sample, in_turn, samples_of, shares_of, take
 from narrowgauge.measuring.watch.device_scalars import DeviceScalars, norms_of
-from narrowgauge.measuring.watch.hooks import Listener, LoopHooks
+from narrowgauge.measuring.watch.hooks import LoopHooks
 from narrowgauge.measuring.watch.rank_sums import RankSums
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -34,7 +35,7 @@ CLEARED = "gradients that were not cleared"
 _NOTHING: tuple[Any, ...] = (None, "", {})
 
 
-class Meter(Listener):
+class Meter:
     """Measure each step of a loop.
 
     A step ends with :meth:`end_step`, or where the last optimizer steps again: a loop that does not
@@ -53,6 +54,7 @@ class Meter(Listener):
     """
 
     title = "the watch"
+    compares_ranks = False
 
     def __init__(
         self, hub: LoopHooks, listen: Callable[[Row], Any], *, limit: float | None
@@ -63,7 +65,7 @@ class Meter(Listener):
         self.unseen: dict[str, str] = {}
         self.last: Row = {}
         self._ended: set[Any] = set()  # measures
-        self._judged: set[Any] = set()  # optimizers and kinds of samples
+        self._measures: dict[str, Any] = {}  # of stored shares, by tensor
         self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
@@ -127,8 +129,6 @@ class Meter(Listener):
         try:
             return call(*args)
         except Exception as error:
-            if isinstance(error, UserWarning):
-                raise
             self._ended.add((what, part))
             self.unseen[what] = words_of(error)
             if not isinstance(error, ArithmeticError):  # that is no fault of ours
@@ -142,10 +142,8 @@ class Meter(Listener):
 
         The gradient of an embedding is zero in most elements.
         """
-        probes = []
-        for p in members_of(*self.hub.optimizers):
-            if p.requires_grad and p.is_leaf and not is_sharded(p) and p.numel():
-                probes.append(p)
+        members = members_of(*self.hub.optimizers)
+        probes = [p for p in members if p.requires_grad and p.numel() and not is_sharded(p)]
         self._probe = min(probes, key=torch.numel, default=None)
         if self._probe is None:
             self.unseen[CLEARED] = "parameters are sharded"
@@ -198,8 +196,8 @@ class Meter(Listener):
         """Take the norm of each gradient, in the order of a backward pass, and return the dense ones."""
         if not self.names.keys() >= {*members_of(optimizer)}:
             self._name_all()
-        dense: dict[Tensor, Tensor] = {}
-        parts: dict[str, Tensor] = {}
+        dense = {}
+        parts = {}
         for p in dict.fromkeys(reversed(members_of(optimizer))):
             gradient = gradient_of(p)  # all ranks ask in one order
             if gradient is None:
@@ -255,8 +253,10 @@ class Meter(Listener):
             self._measure("jumps of weights", self._take_size, sample, names)
             # Ours have an audit. Masters may be made in a first step, so it is not repeated.
             if self.number and not isinstance(optimizer, Optimizer):
-                kind = optimizer, sample.kind
-                self._measure(STORED, self._take_stored, kind, sample, names, part=kind)
+                kind = type(optimizer)
+                what = f"{STORED} by {kind.__module__.partition('.')[0]}.{kind.__name__}"
+                args = what, optimizer, sample, names
+                self._measure(what, self._take_stored, *args, part=sample.kind)
         self._samples = []
         self._stepped.add(optimizer)
         if not self.has_stepped:
@@ -278,7 +278,10 @@ class Meter(Listener):
         elif isinstance(overflow, Tensor):
             self._numbers.set("control", ["skipped"], overflow)
         if optimizer is self.hub.optimizers[-1]:
-            self._row["lr"] = self._largest_rate()  # a schedule may step before the row is written
+            # A schedule may step before the row is written.
+            groups = chain.from_iterable(o.param_groups for o in self.hub.optimizers)
+            rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
+            self._row["lr"] = max(rates, default=None)
             self._seen = self._gradient_of_probe()
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)
@@ -287,13 +290,15 @@ class Meter(Listener):
     def _take_size(self, sample: Sample, names: list[str]) -> None:
         self._numbers.set("size", names, sample.beyond(sample.change()).amax(1))
 
-    def _take_stored(self, kind: Any, sample: Sample, names: list[str]) -> None:
-        """Step a copy of a sample, if what rounding cuts is not kept beside the weights."""
-        optimizer = kind[0]
-        is_new = kind not in self._judged and sample.weights.dtype in NARROW_WEIGHTS
+    def _take_stored(
+        self, what: str, optimizer: AnyOptimizer, sample: Sample, names: list[str]
+    ) -> None:
+        """Step a copy of a sample, if the class does not keep what rounding cuts."""
+        measure = what, sample.kind
+        is_new = measure not in self._measures.values() and sample.weights.dtype in NARROW_WEIGHTS
         if is_new and low_bits_kept(optimizer, sample.group, sample.weights):
             raise ArithmeticError(f"{type(optimizer).__name__} keeps what rounding cuts")
-        self._judged.add(kind)
+        self._measures |= dict.fromkeys(names, measure)
         for what, values in shares_of(optimizer, sample).items():
             self._numbers.set(what, names, values)
 
@@ -325,27 +330,34 @@ class Meter(Listener):
         else:
             self.unseen[STEPS] = "optimizer.step() was not seen, and weights move"
 
+    def _stored(self, read: Mapping[str, dict[str, float]]) -> Row:
+        """Return the stored shares; 0 of weights that stand still while their masters move."""
+        behind = [name for name, is_behind in read["behind"].items() if is_behind]
+        shares = dict.fromkeys(behind, 0.0)
+        for name, meant in read["meant"].items():
+            if meant < 0:  # so its class does not step element by element
+                measure = self._measures[name]
+                self.unseen[measure[0]] = f"a copy does not repeat the step of {name}"
+                self._ended.add(measure)
+        for name, meant in read["meant"].items():
+            if 0 < meant < math.inf and self._measures[name] not in self._ended:
+                shares.setdefault(name, read["stored"][name] / meant)
+        return {"stored": shares, "behind": behind or None}
+
     def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
         norms = read["norm"]
-        sizes = read["size"]
-        behind = _true(read["behind"])
         row: Row = {
             "skipped": bool(read["control"].get("skipped", 0.0)),
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "zero": sorted(name for name, x in norms.items() if not x),
-            "stored": dict.fromkeys(behind, 0.0),
-            "behind": behind or None,
+            **self._stored(read),
         }
-        for name, meant in read["meant"].items():
-            if meant < 0:
-                self.unseen[STORED] = f"a copy does not repeat the step of {name}"
-            elif 0 < meant < math.inf:
-                row["stored"].setdefault(name, read["stored"][name] / meant)
         for what in ("kept", "same_data"):
             row[what] = read[what].get("")
         if self._ranks is not None:
             for what in ("apart", "unsummed"):
                 row[what] = _on_ranks(read[what])
+        sizes = read["size"]
         if sizes:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
@@ -355,18 +367,6 @@ class Meter(Listener):
                 row["missing"] = [""]
             row["arrived"] = math.hypot(*norms.values()) * read["control"].get("clip", 1.0)
         return row
-
-    def _largest_rate(self) -> float | None:
-        rates = []
-        for optimizer in self.hub.optimizers:
-            for group in optimizer.param_groups:
-                if group.get("lr") is not None:
-                    rates.append(float(group["lr"]))
-        return max(rates, default=None)
-
-
-def _true(flags: Mapping[str, float]) -> list[str]:
-    return [name for name, x in flags.items() if x]
 
 
 def _on_ranks(numbers: Mapping[str, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a record has beside the hooks' numbers: readings of the optimizer and the ranks, and the summary
+"""Columns of a record that the hooks do not give: numbers of the optimizer and the ranks, and the summary
 of all steps.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from operator import itemgetter
 from statistics import fmean, median
 
 import torch
@@ -43,31 +44,24 @@ def columns_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
         for name, metric in update_metrics(sums).items():
             row[name] = None if metric.isnan() else float(metric)
         if row["edq"] is not None:
-            row["edq_error"] = edq_error(sums, is_random=_rounds_at_random(optimizer))
+            row["edq_error"] = _edq_error(sums, row["noise"], optimizer)
         row["stalled"] = {alarm.tensor: alarm.reading.edq for alarm in optimizer.auditor.alarms}
         optimizer.auditor.last = None
     return row
 
 
-def edq_error(sums: Tensor, is_random: bool) -> float:
-    """Return the standard error of the EDQ of an audit.
+def _edq_error(sums: Tensor, noise: float, optimizer: Optimizer) -> float:
+    """Return the standard error of the EDQ of an audit, from its ``UPDATE_SUMS`` and its noise.
 
     The errors of its elements are independent. Few elements move where a random rounding stores few
     changes, and then their number is as uncertain as its root.
-
-    Args:
-        sums: the ``UPDATE_SUMS`` of the audit.
-        is_random: a storage rounds at random.
     """
-    intended = float(sums[UPDATE_SUMS.index("nonzero")])
-    moved = intended - float(sums[UPDATE_SUMS.index("lost")])
-    error = float(update_metrics(sums)["noise"]) / math.sqrt(intended)
-    return max(error, 1 / math.sqrt(1 + moved)) if is_random else error
-
-
-def _rounds_at_random(optimizer: Optimizer) -> bool:
-    storages = map(optimizer.storage_of, members_of(optimizer))
-    return any(storage.weight.rounding == "stochastic" for storage in storages)
+    counts = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
+    error = noise / math.sqrt(counts["nonzero"])
+    for p in members_of(optimizer):
+        if optimizer.storage_of(p).weight.rounding == "stochastic":
+            return max(error, 1 / math.sqrt(1 + counts["nonzero"] - counts["lost"]))
+    return error
 
 
 def summary_of(run: Run) -> Row:
@@ -77,12 +71,12 @@ def summary_of(run: Run) -> Row:
         rows = chain(run.steps, run.evals)
         return [row[name] for row in rows if row.get(name) is not None]
 
-    reduced = {
-        "val_loss": values("val_loss")[-1:],
-        "step_memory_bytes": sorted(values("peak_memory_bytes"))[-1:],
-        "tokens_per_second": values("tokens_per_second"),
-    }
-    for name in ("edq", "edq_error"):
-        reduced[name] = [late(x) for x in [values(name)] if x]
     summary: Row = {"num_skipped": sum(map(bool, values("skipped")))}
-    return summary | {name: median(x) for name, x in reduced.items() if x}
+    for name, column, reduced in (
+        ("val_loss", "val_loss", itemgetter(-1)), ("step_memory_bytes", "peak_memory_bytes", max),
+        ("tokens_per_second", "tokens_per_second", median), ("edq", "edq", late),
+        ("edq_error", "edq_error", late),
+    ):  # fmt: skip
+        if values(column):
+            summary[name] = reduced(values(column))
+    return summary

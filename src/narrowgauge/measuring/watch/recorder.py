@@ -127,11 +127,12 @@ class RunRecorder:
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
             called = model if is_compiled_model(model) else self.model
-        self._here = all_ranks()
+        self._ranks = all_ranks()
         self._on_row = on_row
         self._record: Record | None = None
         self._started = time.perf_counter()
         self._tokens = 0
+        self._unseen: set[str] = set()  # areas that were told
         self._must_go_back = False
         self._is_open = True
         with ExitStack() as undo:
@@ -156,7 +157,7 @@ class RunRecorder:
         """Open the folder, and write what is known before the first step."""
         content = describe_run(self.model, self.optimizer, settings)
         content |= {"watch": {"ignore": list(self.laws.ignore)}, **tables}
-        earlier = self._here.of_first(lambda: self._open(content, settings, resume))
+        earlier = self._ranks.of_first(lambda: self._open(content, settings, resume))
         if self._record is not None:
             undo.callback(self._record.close)
         if isinstance(self.optimizer, Optimizer):
@@ -195,9 +196,9 @@ class RunRecorder:
                 for its device.
             tokens: trained on in this step; the row holds their sum so far.
             columns: further columns: numbers, or texts of at most 200 bytes. ``lr``, ``grad_norm``
-                (before clipping) and ``seconds`` replace those read here, which are the rate of the optimizer's first group, our
-                optimizer's norm, if it clips, and the time since the last call. A row
-                without a step counts as skipped, but for those of micro-batches.
+                (before clipping) and ``seconds`` replace those read here, which are the largest rate
+                of all groups, our optimizer's norm, if it clips, and the time since the last call. A
+                row without a step counts as skipped, but for those of micro-batches.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called; or a column is not
                 a number or a short text.
@@ -223,18 +224,20 @@ class RunRecorder:
         row = shortened(row)
         self._append("steps", row)
         self._read(StepMetrics.of(row))
-        if self.num_steps == SEEN_AT:
+        if self.num_steps >= SEEN_AT:
             self._tell_unseen()
         for row in self._prints.take(self.num_steps):
             self._append("fingerprints", row)
 
     def _tell_unseen(self) -> None:
-        """Tell what is not measured, each with its reason."""
+        """Tell once what is not measured, each with its reason."""
         areas = []
         for area, reason in self.meter.unseen.items():
-            self.event("unseen", reason, tensor=area)
+            if area not in self._unseen:
+                self.event("unseen", reason, tensor=area)
+            self._unseen.add(area)
             areas.append(f"{area} ({reason})")
-        if self.folder is None and self._here.is_first:
+        if self.num_steps == SEEN_AT and self.folder is None and self._ranks.is_first:
             number = plural(len({*self.meter.names.values()}), "tensor")
             print(f"watch: {number}; not: {', '.join(areas) or 'nothing'}", file=sys.stderr)
 
@@ -275,7 +278,7 @@ class RunRecorder:
         if step < 0:
             words = f"Cannot go back to step {step} because the first step is 0."
             raise RecordError(words, "Give the step of the loaded checkpoint.")
-        run = self._here.of_first(lambda: self._rewound(step))
+        run = self._ranks.of_first(lambda: self._rewound(step))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._ended)
         self._tokens = run.last_step.get("tokens", 0) if tokens is None else tokens
@@ -330,7 +333,7 @@ class RunRecorder:
         written = plain(row)
         if self._record is not None:
             written = self._record.append(kind, row)
-        if self._on_row is not None and kind != "fingerprints" and self._here.is_first:
+        if self._on_row is not None and kind != "fingerprints" and self._ranks.is_first:
             self._on_row(kind, written)
 
     def _read(self, step: StepMetrics) -> None:
@@ -348,6 +351,7 @@ class RunRecorder:
 
     def _ended(self, text: str, area: str = "") -> None:
         """Log that a measure ended, as what is not looked at from here on, and show it."""
+        self._unseen.add(area)
         self._tell("unseen", text, tensor=area or f"what comes after step {self.num_steps}")
 
     def _tell(self, what: str, text: str, **fields: Any) -> None:
@@ -357,12 +361,12 @@ class RunRecorder:
 
     def _warn(self, text: str) -> None:
         """Show a sentence. No line of the loop is at fault, so none is shown."""
-        if self._here.is_first:
+        if self._ranks.is_first:
             warnings.warn_explicit(text, RunNotice, "narrowgauge.watch", self.num_steps)
 
     def _finish(self) -> None:
         """Write the last event and ``summary.json``, which makes the run finished."""
-        run = self._here.of_first(lambda: read_run(str(self.folder)))
+        run = self._ranks.of_first(lambda: read_run(str(self.folder)))
         summary: Row = {
             "recipe": run.config.get("recipe"), "model": str(run.config.get("model")),
             "weights_fingerprint": self._fingerprint_of_weights(), "steps": self.num_steps,

@@ -1,3 +1,3 @@
-"""What is put beside the operations of a step: their values without roundings, and the first value
-that is not finite.
+"""Policies of :mod:`narrowgauge.measuring.check.dispatch`, which see each operation of a step:
+``float64_shadow`` repeats it without roundings, ``first_nonfinite`` finds where infinity and NaN begin.
 """

@@ -9,6 +9,7 @@ import torch
 from narrowgauge.measuring.check.dispatch import (
     ALLOCATES,
     Operation,
+    at_least_16_bits,
     floats_in,
     is_finite,
     storage_key,
@@ -53,8 +54,6 @@ def _counts(x: torch.Tensor) -> dict[str, int]:
     """Return how many values are NaN and how many infinite, if any."""
     if is_finite(x):
         return {}
-    values = x.detach()
-    if values.element_size() == 1:
-        values = values.float()
+    values = at_least_16_bits(x)
     counts = {"NaN": int(values.isnan().sum()), "infinity": int(values.isinf().sum())}
     return {kind: count for kind, count in counts.items() if count}

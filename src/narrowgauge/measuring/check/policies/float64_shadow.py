@@ -40,7 +40,6 @@ _BY_VALUE = (
 )  # fmt: skip
 """Operations whose results have shapes that depend on values; those are the step's."""
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
-_FINE = (WIDE, torch.float32, torch.bfloat16, torch.float16)
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
 _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "threshold_backward", "hardtanh_backward")
@@ -130,7 +129,7 @@ class Float64Shadow:
 
     def forget(self, x: Tensor) -> None:
         """Make a tensor its own shadow."""
-        self._shadows.pop(storage_key(x), None)
+        self._shadows.pop(x.untyped_storage(), None)
 
     def follows(self, x: Tensor) -> bool:
         """Return whether the shadow of a tensor is known."""
@@ -152,6 +151,8 @@ class Float64Shadow:
         Nothing where no tensor has a shadow; no arguments where one is not followed.
         """
         has_shadows = any(_has_shadow(x) or self._shadows.of(x) for x in op.operands)
+        # Integers that a narrow format rounds.
+        has_shadows |= op.name == "_to_copy" and op.arguments.get("dtype") in UNITS
         if op.layer or op.draws or op.name in ALLOCATES or not has_shadows:
             return None
         if not all(map(self.follows, op.operands)):
@@ -176,8 +177,7 @@ class Float64Shadow:
         if arguments is None or op.is_view:
             return
         results = tensors_in(op.result)
-        is_coarse = op.name == "_to_copy" and results[0].dtype not in _FINE
-        if self.is_smooth and (is_coarse or op.name in _TO_INTEGERS) and is_in_autograd_function():
+        if self.is_smooth and _has_no_slope(op, results) and is_in_autograd_function():
             self.quantizers[op.site] = None
         targets = [x for x in op.written or results if _has_shadow(x)]
         if not arguments or not targets:
@@ -248,7 +248,7 @@ class Float64Shadow:
             for x in narrow:
                 self.of(x).copy_(self.of(x).to(x.dtype))
         if op.name in ("_to_copy", "copy_") and first.numel() >= _FEWEST:
-            self._judge_cast(op.site, first, op.operands[-1].to(WIDE))
+            self._judge_cast(op.site, first, op.operands[-1].to(WIDE).expand_as(first))
 
     def _take_format(self, dtype: torch.dtype) -> None:
         self.coarsest = max(self.coarsest, (unit_of(dtype), dtype_name(dtype)))
@@ -260,13 +260,12 @@ class Float64Shadow:
             end = torch.finfo(values.dtype).max * (1 - 2.0**-12)
             share = float((self.of(values).abs() >= end).double().mean())
             self.at_end[site] = max(share, self.at_end.get(site, 0.0))
-        if source.shape == values.shape:
-            wide = values.to(WIDE)
-            # A mask may overflow, and infinities are reported elsewhere.
-            finite = wide.isfinite() & source.isfinite()
-            length = float(source[finite].norm()) or 1.0
-            error = float((wide - source)[finite].norm()) / length / unit_of(values.dtype)
-            self.cast_errors[site] = max(error, self.cast_errors.get(site, 0.0))
+        wide = values.to(WIDE)
+        # A mask may overflow, and infinities are reported elsewhere.
+        finite = wide.isfinite() & source.isfinite()
+        length = float(source[finite].norm()) or 1.0
+        error = float((wide - source)[finite].norm()) / length / unit_of(values.dtype)
+        self.cast_errors[site] = max(error, self.cast_errors.get(site, 0.0))
 
     # ── the products of our own layers ────────────────────────────────────────────────────────────
 
@@ -300,6 +299,17 @@ class Float64Shadow:
         for x, value in zip(results, shadows, strict=False):
             if x is not None:
                 self.keep(x, value)
+
+
+def _has_no_slope(op: Operation, results: list[Tensor]) -> bool:
+    """Return whether an operation rounds to integers, or cuts values off. Casts to floating formats are
+    left out of a smooth shadow.
+    """
+    if op.name == "_to_copy":
+        return not is_float(results[0])
+    if op.name in ("clamp", "clamp_min", "clamp_max") and is_float(results[0]):
+        return not torch.allclose(results[0], op.operands[0], 2.0**-10, 0.0, equal_nan=True)
+    return op.name in _TO_INTEGERS
 
 
 def _has_shadow(x: Any) -> bool:
