@@ -219,3 +219,15 @@ def test_rows_with_holes_are_normal() -> None:
     assert told(steps) == []
     cut = StepMetrics.of({"step": 1, "bad": ["a"], "counts": {"bad": 3}})
     assert cut.bad == ["a", "tensor 2", "tensor 3"]
+
+
+def test_tensors_that_rows_leave_out_are_counted_once() -> None:
+    """Other rows name them, or none does."""
+    for blocks, count, number in ((4, 20, 39), (1, 300, 299)):
+        laws = Laws()
+        for step in range(1, 41):
+            names = [f"layers.{10 * (step % blocks) + place}" for place in range(10)]
+            row = {"step": step, "missing": names, "counts": {"missing": count}}
+            readings = laws.read(StepMetrics.of(row))
+        (reading,) = [*laws.usual, *readings]
+        assert reading.tensor.endswith(f"and {number} others"), reading

@@ -9,6 +9,7 @@ from statistics import median
 
 from narrowgauge.measuring.diagnose.step_metrics import (
     COLUMNS,
+    UNNAMED,
     DeclaredLaw,
     Emit,
     Law,
@@ -81,21 +82,26 @@ def count_of(
     def law(emit: Emit) -> Law:
         counts: Counter[str] = Counter()
         since: dict[str, int] = {}
-        total = 0
+        total = most = 0
         while True:
             step = yield
             names = names_of(step)
             if names is not None:
                 total += 1
+                most = max(most, len(names))
                 counts.update(names)
                 for name in names:
                     since.setdefault(name, step.step)
             if total < (FEW if counts[""] == total else MANY):
                 continue
-            often = [name for name in counts if counts[name] >= MOSTLY * total]
+            tensors = [name for name, _ in counts.most_common()]
+            named = [name for name in tensors if not name.startswith(UNNAMED)]
+            if len(named) >= most:  # rows left out other tensors, which have names elsewhere
+                tensors = named
+            often = [name for name in tensors if counts[name] >= MOSTLY * total]
             if "" in often:
                 often = [""]
-            rest = [name for name, count in counts.most_common() if count < MOSTLY * total]
+            rest = [name for name in tensors if counts[name] < MOSTLY * total]
             for names in filter(None, (often, rest)):
                 share = counts[names[0]] / total
                 emit(kind, names, share, 0.0, step=since[names[0]], is_usual=names is rest)

@@ -12,6 +12,8 @@ from narrowgauge.runs.schema import EVAL, STEP, Column, Row, number
 
 COLUMNS: dict[str, Column] = STEP | EVAL
 """The columns that laws may read."""
+UNNAMED = "tensor "
+"""Begins what stands for the tensors of a list that its row left out."""
 _TYPES = {"text": str, "names": list, "object": dict}
 """Types of values that are no numbers."""
 
@@ -49,7 +51,7 @@ class StepMetrics:
             names = values.get(name)
             if isinstance(names, list):  # its row has the first ones
                 rest = range(len(names) + 1, count + 1)
-                values[name] = [*names, *map("tensor {}".format, rest)]
+                values[name] = [*names, *map(f"{UNNAMED}{{}}".format, rest)]
         return cls(row["step"], **values)
 
 
