@@ -72,7 +72,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def pairs() -> list[tuple[str, str]]:
+def pairs():
     """Each update rule with each storage that it can be computed in, and AdamW from random low bits
     in one of each kind, and on wide rows where blocks have scales.
     """
@@ -200,7 +200,7 @@ def linear(compute: Compute) -> str:
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def sections() -> dict[str, dict[str, str]]:
+def sections():
     """Every fingerprint by section and name; those of matrix rules in a section of this kind of
     processor.
     """
@@ -238,6 +238,6 @@ def write(path: Path, sections: Mapping[str, Mapping[str, str]]) -> None:
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def read(path: Path) -> dict[str, dict[str, str]]:
+def read(path: Path):
     """Read the sections; none where the file is missing."""
     return load_toml(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 
-def exhaustive(
-    names: str | Sequence[str], rows: Iterable[Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def exhaustive(names: str | Sequence[str], rows: Iterable[Any]):
     """Call a test with every row of a table, and fail once, with the rows that fail and the reason
     of each.
 

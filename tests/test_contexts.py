@@ -54,7 +54,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 @cache
-def contexts() -> dict[str, Callable[..., Any]]:
+def contexts():
     """Return the functions and classes of the package that make a context, by name."""
     result = {}
     for info in pkgutil.walk_packages(narrowgauge.__path__, "narrowgauge."):

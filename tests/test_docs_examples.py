@@ -33,7 +33,7 @@ def text_of(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
 
 
-def examples(page: str) -> list[tuple[str, str, str]]:
+def examples(page: str):
     return EXAMPLE.findall(text_of(page))
 
 

@@ -28,7 +28,7 @@ LIGHT = ("measuring.reading", "measuring.kinds", "measuring.diagnose.")
 
 
 @functools.cache
-def imports() -> dict[str, list[str]]:
+def imports():
     """Return the modules and names that each module below ``narrowgauge`` imports, also inside
     functions.
     """

@@ -19,7 +19,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def parts(path: Path) -> tuple[set[str], list[str]]:
+def parts(path: Path):
     """Return the words of a module's code, and its docstrings and comments."""
     text = path.read_text(encoding="utf-8")
     prose = re.findall("#.*", text)

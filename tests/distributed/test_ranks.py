@@ -25,7 +25,7 @@ def ask(rank: int) -> list[object]:
     return answers
 
 
-def ask_and_fail(rank: int) -> tuple[list[object], list[str]]:
+def ask_and_fail(rank: int):
     return ask(rank), fail(rank)
 
 

@@ -72,7 +72,7 @@ def test_every_reduction_has_its_figures() -> None:
     assert figures == expected, "tests/expectations.py states each reduction a second time"
 
 
-def every_kind(rank: int) -> list[dict[str, Tensor]]:
+def every_kind(rank: int):
     """Five leaves on four ranks, two rounds: the gradients of each kind, and averaged ones."""
     results = []
     for kind in KINDS:
@@ -129,7 +129,7 @@ def test_what_ranks_cannot_sum_is_refused_on_each_before_it_is_sent(
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four_ranks(tmp_path_factory: pytest.TempPathFactory):
     return run_ranks(on_four, 4, tmp_path_factory.mktemp("four"))
 
 
@@ -161,7 +161,7 @@ def test_ranks_without_a_gradient_send_zeros_in_its_format(
         assert_close(result["float32"], expected(range(1)), 1e-2)
 
 
-def restored(rank: int) -> list[dict[str, Tensor]]:
+def restored(rank: int):
     """The gradients of FSDP2's own average, without a reduction, and after one was closed."""
     results = []
     for closes in (False, True):
@@ -186,7 +186,7 @@ def test_a_closed_reduction_leaves_fsdp_as_it_was(
             assert_close(closed, plain, 0.0)
 
 
-def replaced(rank: int) -> list[dict[str, Tensor]]:
+def replaced(rank: int):
     """Gradients where a shard was replaced, as ``load_state_dict(assign=True)`` does, before the
     first pass and after it.
     """

@@ -29,7 +29,7 @@ from tensors import random_tokens
 RECIPES = {"word": "bfloat16/word", "autocast": "bfloat16/float32"}
 
 
-def prepared(case: str, factor: float = 1.0, **options: Any) -> tuple[nn.Module, ng.AdamW]:
+def prepared(case: str, factor: float = 1.0, **options: Any):
     model = llama()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,7 +79,7 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     return outcomes
 
 
-def shapes(model: nn.Module) -> tuple[list[str], list[str]]:
+def shapes(model: nn.Module):
     """The names of modules with a group of their own, and of parameters that are whole."""
     units = sharding.fsdp_modules(model)
     unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]

@@ -35,9 +35,7 @@ def forget() -> None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
-def of_two(
-    rank: int, kind: str, recipe: str, folder: str
-) -> tuple[list[float], list[torch.Tensor], list[float]]:
+def of_two(rank: int, kind: str, recipe: str, folder: str):
     """Losses, whole stored weights, and the losses after a resume, of one rank."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin

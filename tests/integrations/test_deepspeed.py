@@ -53,7 +53,7 @@ def losses(engine: Any) -> list[float]:
     return values
 
 
-def on_a_rank(rank: int, stage: int, folder: Path) -> tuple[list[float], list[float], float]:
+def on_a_rank(rank: int, stage: int, folder: Path):
     """Return the losses of a run and of its resume, and the bytes of states a parameter."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}

@@ -51,9 +51,7 @@ def narrow(folder: Path, compute: str) -> Any:
     return config
 
 
-def in_a_plain_loop(
-    start: dict[str, torch.Tensor], compute: str, folder: Path
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def in_a_plain_loop(start: dict[str, torch.Tensor], compute: str, folder: Path):
     """The same model from the same weights on the same batches, and nothing of the Trainer."""
     config = on_cpu(folder)
     model = config.model_spec.model.build()
@@ -106,7 +104,7 @@ def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path: Path) -> Non
     assert optimizer.max_grad_norm == 1.0
 
 
-def of_four(rank: int, folder: Path, stop: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def of_four(rank: int, folder: Path, stop: int):
     """Train on a rank until step ``stop``, from the newest checkpoint of a folder."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -6,7 +6,6 @@ here with gloo, none of them part of a step. Import this module before anything 
 """
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +53,7 @@ class Batches:
         self.rank = dp_rank
         self.share = local_batch_size
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self):
         while True:
             batch = batch_of(self.step, self.share * self.ranks).split(self.share)[self.rank]
             self.step += 1
@@ -103,7 +102,7 @@ def on_cpu(folder: Path, config: Any = None) -> Any:
     return config
 
 
-def train(config: Any, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor], Any]:
+def train(config: Any, steps: int = STEPS):
     """Return the losses of some steps, then the whole weights and states, and the optimizer.
 
     It is what :meth:`Trainer.train` does, without its two seconds of sleep at the end.

@@ -114,7 +114,7 @@ def quantized(
     return cast_matrix(x, cast, dim, dtype, None if cast.rounding == "nearest" else key)
 
 
-def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def operands(layer: Linear, x: Tensor, grad: Tensor):
     """Both operands of each matmul as float64 ``[rows, contraction]``, each cast for itself from
     what the table says.
 

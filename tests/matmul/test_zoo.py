@@ -81,7 +81,7 @@ def test_parts_of_other_layouts(name: str) -> None:
     assert answer(make()) == row
 
 
-def calls_of(layer: nn.Module) -> list[list[torch.Tensor]]:
+def calls_of(layer: nn.Module):
     """Return a list that will hold input, output and the output's gradient of each call."""
     calls = []
 

@@ -4,7 +4,6 @@ settings that must be told.
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,7 +220,7 @@ def test_what_only_one_run_has_is_the_answer() -> None:
     assert not FirstDifference(make_run("a"), second).readings
 
 
-def up_to_ten() -> Iterator[dict[str, Any]]:
+def up_to_ten():
     """Yield rows of a long record, which are read one at a time."""
     for step in range(1, 11):
         yield {"step": step, "loss": 3.0}

@@ -157,7 +157,7 @@ RANKS = {
 """Model, whether ranks have other tokens, loss, backward, readings, and words that are printed."""
 
 
-def on_a_rank(rank: int) -> dict[str, tuple[list[tuple[str, str]], str]]:
+def on_a_rank(rank: int):
     answers = {}
     for name, (make, is_unlike, of_batch, backward, *_) in RANKS.items():
         torch.manual_seed(0)

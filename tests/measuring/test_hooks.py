@@ -42,7 +42,7 @@ class Diary:
     end = partialmethod(note, "end")
 
 
-def hub_of(*listeners: Diary) -> tuple[LoopHooks, nn.Module, torch.optim.Optimizer]:
+def hub_of(*listeners: Diary):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hub = LoopHooks(model, [optimizer], model, print)

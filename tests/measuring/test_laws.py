@@ -23,7 +23,7 @@ def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[StepMetrics]:
     ]
 
 
-def after(step: int, **fields: Any) -> Callable[[int], Row]:
+def after(step: int, **fields: Any):
     return lambda number: fields if number >= step else {}
 
 

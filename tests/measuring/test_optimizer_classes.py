@@ -4,7 +4,6 @@ class of the libraries that are installed, and for ours in each storage.
 
 import inspect
 import warnings
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -50,7 +49,7 @@ class Model(nn.Module):
         return self.head(x + F.gelu(self.layer(self.norm(x))))
 
 
-def classes_of(library: str) -> dict[str, Callable[..., Any]]:
+def classes_of(library: str):
     """Return the optimizers of a library by name; none if it is not installed."""
     try:
         module = import_module(library)
@@ -80,7 +79,7 @@ for kind in (ng.AdamW, ng.Adam, ng.Lion, ng.SGD, ng.Muon):
     CASES[f"ng.{kind.__name__}"] = partial(kind, lr=1e-3, storage="word", compile=False), FLOAT32
 
 
-def trained(case: str, watched: bool) -> tuple[list[Tensor], list[str]]:
+def trained(case: str, watched: bool):
     """Return the weights after a loop, and what the watch said."""
     make, dtype = CASES[case]
     model = Model(only_matrices=case in ("torch.optim.Muon", "ng.Muon")).to(dtype)

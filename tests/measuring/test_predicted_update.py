@@ -18,7 +18,7 @@ from tensors import gaussian
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def one_weight(value: Tensor, **options: Any):
     weight = nn.Parameter(value.bfloat16())
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, **options}
     return nn.ParameterList([weight]), torch.optim.AdamW([weight], **options)
@@ -28,7 +28,7 @@ def share_of(check: Readings) -> float:
     return next((r.value for r in check if r.what == "stored-share"), 1.0)
 
 
-def predictions(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def predictions(model: nn.Module, optimizer: torch.optim.Optimizer):
     return [predict(stepped)[0] for stepped in setup_of(model, optimizer).trained]
 
 

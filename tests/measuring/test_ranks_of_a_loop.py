@@ -54,9 +54,7 @@ def fail(*args: object) -> None:
     raise ValueError("no ink")
 
 
-def train_without_wrapper(
-    rank: int, folder: Path, unsummed: tuple[str, ...], fault: str
-) -> list[tuple[int, str]]:
+def train_without_wrapper(rank: int, folder: Path, unsummed: tuple[str, ...], fault: str):
     """Train with linear weights that differ between ranks from the start, and sum all gradients
     but some. Return the steps and tensors that are told to differ, on rank 0.
     """
@@ -80,7 +78,7 @@ def train_without_wrapper(
     return [] if rank > 0 else apart(folder)
 
 
-def apart(folder: Path) -> list[tuple[int, str]]:
+def apart(folder: Path):
     readings = ng.diagnose(folder).readings
     return [(r.step, r.tensor) for r in readings if r.what == "ranks-apart"]
 

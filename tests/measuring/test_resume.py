@@ -87,7 +87,7 @@ def test_what_a_resume_forgets_is_named(forget: str) -> None:
         assert all(count[1].startswith(count[0]) for count in counts) and len(counts) == 2
 
 
-def counting(start: int) -> Callable[[], torch.Tensor]:
+def counting(start: int):
     count = torch.tensor(start)
     batch = None
 
@@ -137,7 +137,7 @@ class Scaled(nn.Linear):
 
 
 def test_a_buffer_that_no_state_dict_holds_is_a_state() -> None:
-    def stepping(model: Scaled) -> Callable[[], dict[str, Any]]:
+    def stepping(model: Scaled):
         return lambda: {"model": model, "loss": model(3 * torch.ones(4, 8)).sum().detach()}
 
     def load(saved: Any) -> Any:

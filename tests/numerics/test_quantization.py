@@ -5,7 +5,6 @@ The casts are taken from the table of computes, so that a new row is tested by i
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 
@@ -122,7 +121,7 @@ def agree(x: Tensor, cast: Cast, dim: int) -> bool:
     return same(operand.data.float(), values) and same(scale.expand(values.shape), outer)
 
 
-def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
+def matrices(cast: Cast):
     """What a cast may meet, ``[rows, contraction]``."""
     high, wide = cast.block or (1, 16)
     shape, row = (max(6, high), max(96, 2 * wide)), cast.element  # a few blocks, or a few rotations

@@ -16,7 +16,6 @@ from narrowgauge.optim.audit import audit_sample
 from narrowgauge.optim.audit.audit import (
     FEWEST,
     WINDOW,
-    Alarm,
     AuditedUpdates,
     Auditor,
     read,
@@ -159,7 +158,7 @@ def arrives(
     return arrived(starts[0], optimizer.stored(weight), exact.detach().double() - starts[1])
 
 
-def watched(params: Any, **options: Any) -> tuple[ng.Optimizer, list[Alarm]]:
+def watched(params: Any, **options: Any):
     """Return an AdamW without decay, and the list of its alarms."""
     optimizer = ng.AdamW(params, weight_decay=0.0, **options)
     alarms = []

@@ -50,7 +50,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
 
 
-def trained(storage: str, kind: Any = ng.AdamW, **options: Any) -> tuple[nn.Module, Any]:
+def trained(storage: str, kind: Any = ng.AdamW, **options: Any):
     """Return a model after three steps."""
     model = network()
     if kind is ng.AdamW:

@@ -8,7 +8,6 @@ The matrix is ``[rows, contraction]``; the other dimension is this one transpose
 """
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -89,7 +88,7 @@ def quantize(
         return result
 
 
-def groups(rows: int, columns: int, granularity: str) -> Iterator[tuple[slice, slice]]:
+def groups(rows: int, columns: int, granularity: str):
     """The places of each group of values that share a scale."""
     sides = {"row": (1, columns), "column": (rows, 1)}
     high, wide = sides.get(granularity, (rows, columns))

@@ -39,7 +39,7 @@ TUNED = (
 OPTIMIZERS = ("adamw", "adamw", "lion", "muon", "muon", "galore")
 
 
-def figures() -> dict[str, list[float]]:
+def figures():
     """Return tokens per second, bytes on the chip and the host, and MFU of drawn jobs by name."""
     draw = Random(0).choice
     rows = {}

@@ -96,6 +96,8 @@ def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
     """LoRA of 70B on one H100: 144 GB stayed on the chip once, and the host had 3."""
     job = estimate("deepspeed,offload=true", "recompute=full", model="llama-70b", lora=16)
     assert job.memory["weights"] < 10e9 and job.host_bytes > 140e9 and job.fits
+    twice = estimate("deepspeed,offload=true", "recompute=none", model="llama-70b", lora=16)
+    assert job.step_seconds == pytest.approx(1.5 * twice.step_seconds)  # weights are read
     whole = estimate("offload=true", recipe="bfloat16/master")
     assert whole.host_bytes == pytest.approx(14 * LLAMA.num_parameters, rel=1e-3)
 

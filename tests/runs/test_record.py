@@ -7,9 +7,7 @@ import json
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -244,7 +242,7 @@ def test_a_large_file_is_read_as_a_list_in_few_loops(
     loops = []
     true_rows_in = reading.rows_in
 
-    def rows_in(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    def rows_in(file: Path, notes: list[str]):
         loops.append(file.stem)
         return true_rows_in(file, notes)
 

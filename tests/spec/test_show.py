@@ -1,4 +1,4 @@
-"""The tables: complete, equal to the words they are made of, and the same figures for every reader."""
+"""What a cell of a table shows."""
 
 import pytest
 

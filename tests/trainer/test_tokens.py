@@ -2,7 +2,6 @@
 tokens is refused.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,11 @@ def test_any_pipeline_may_write_tokens(tmp_path: Path) -> None:
     assert saved(tmp_path, ids).fingerprint != tokens.fingerprint
 
 
-def file_of(content: bytes) -> Callable[[Path], object]:
+def file_of(content: bytes):
     return lambda file: file.write_bytes(content)
 
 
-def array_of(values: Any) -> Callable[[Path], object]:
+def array_of(values: Any):
     return lambda file: np.save(file, values)
 
 

@@ -45,9 +45,7 @@ def scalified(model: nn.Module) -> Any:
     return copied
 
 
-def loss_and_gradients(
-    model: PreTrainedModel, factor: float = 1.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_gradients(model: PreTrainedModel, factor: float = 1.0):
     loss = loss_sum(model, TOKENS)
     return loss.detach(), gradients(model, loss * factor)
 
@@ -127,7 +125,7 @@ def recorded(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def operands(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+def operands(model: nn.Module):
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, RecordedLinear):

@@ -40,9 +40,7 @@ def noise(shape: tuple[int, ...], step: int, scale: float = 0.01) -> Tensor:
     return gaussian(*shape, seed=100 + step, scale=scale)
 
 
-def train(
-    rule: str, weight: Tensor, steps: int, scale: float = 0.01, **options: Any
-) -> tuple[Optimizer, nn.Parameter]:
+def train(rule: str, weight: Tensor, steps: int, scale: float = 0.01, **options: Any):
     """Take some steps in float32 along noise."""
     parameter = nn.Parameter(weight.clone())
     optimizer = make(rule, [parameter], storage="float32", **options)
