@@ -192,11 +192,11 @@ def _roundoffs(run: Run) -> tuple[float, float]:
     recipe; and of what it stored. Infinity stands for an unknown one.
     """
     recipe = recipe_of(run)
-    computed = set()
+    computed = set[str]()
     for row in islice(run.fingerprints, 2):
         for key, entry in row["tensors"].items():
             if key.startswith("output:"):
-                computed.add(entry[3])
+                computed.update(entry[3:4])
     if recipe is not None and computed.isdisjoint(FORMATS):
         computed.add(recipe.compute.dtype)
     stored = computed if recipe is None else computed | {recipe.storage.visible}
@@ -239,7 +239,7 @@ def _entries(row: Row, step: int) -> Values:
     entries = {}
     elements = 0
     tokens = (number(row.get("tokens")) or 0) / max(1, step)
-    for key, (bits, norm, numel, _, *hashes) in row.get("tensors", {}).items():
+    for key, (bits, norm, numel, *more) in row.get("tensors", {}).items():
         kind = key.partition(":")[0]
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
@@ -248,7 +248,7 @@ def _entries(row: Row, step: int) -> Values:
             tokens = tokens or numel
             norm = None  # of integers
         if kind in HASHED:
-            ranks = hashes[0] if hashes else [bits]
+            ranks = more[1] if len(more) > 1 else [bits]  # after the format
             entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, ranks)
     for name, x in row.items():
         column = COLUMNS.get(name, OTHER)
