@@ -130,7 +130,7 @@ def fingerprint(training: Training) -> dict[str, str]:
     return {name: digest(value) for name, value in values.items()}
 
 
-def flat(value: Any, name: str) -> dict[str, Any]:
+def flat(value: Any, name: str):
     """Flatten nested mappings and lists to leaves."""
     if isinstance(value, Mapping):
         flattened = {}

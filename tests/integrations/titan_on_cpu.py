@@ -59,7 +59,7 @@ class Batches:
             self.step += 1
             yield {"input": batch[:, :-1]}, batch[:, 1:]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
