@@ -15,7 +15,8 @@ from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import matrix_of
 from narrowgauge.trainer.language_model import loss_sum
-from narrowgauge.transforms.scalify import Scaled, scalify
+from narrowgauge.transforms.scaled_tensor import Scaled
+from narrowgauge.transforms.scalify import scalify
 from tensors import gradients, random_tokens, relative_error, rms
 
 FAMILIES = ("Llama", "GPT2")
