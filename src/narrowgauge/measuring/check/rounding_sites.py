@@ -8,7 +8,7 @@ other follows in squares, since errors of different places are nearly orthogonal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.check.dispatch import SUM, is_finite, tensors_in
@@ -55,12 +55,7 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
     """
     shadow = first.shadow
     roundoff, coarsest = shadow.coarsest
-    errors = {}
-    lengths = {}
-    for name, exact in first.shadows.items():
-        if is_finite(first.gradients[name]) and is_finite(exact):
-            errors[name] = _distance(first.gradients, first.shadows, [name])
-            lengths[name] = float(exact.norm())
+    errors, lengths = _errors_of(first)
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
         through = ", ".join(shadow.cuts)
@@ -87,25 +82,52 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
         reached = _distance(rounded, first.shadows, list(errors))
         return math.inf if math.isnan(reached) else reached
 
+    shares = dict(_ranked(shadow, error, unit, alone))
+    for site, share in shares.items():
+        names = ", ".join(sorted(shadow.rounds[site]))
+        result.lines.append(f"  {share:.2f} of it from {names} in {site}")
+    bound = _bound_of(shadow, shares)
+    if error > bound * unit:
+        result.add("rounding", worst, error / unit, 0.0, bound)
+    else:
+        _add_single_tensors(first, errors, lengths, result)
+
+
+def _errors_of(first: Pass) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the distance of each finite gradient from its shadow, and the shadow's length."""
+    errors = {}
+    lengths = {}
+    for name, exact in first.shadows.items():
+        if is_finite(first.gradients[name]) and is_finite(exact):
+            errors[name] = _distance(first.gradients, first.shadows, [name])
+            lengths[name] = float(exact.norm())
+    return errors, lengths
+
+
+def _bound_of(shadow: Float64Shadow, shares: Mapping[str, float]) -> float:
+    """Return the roundings that a gradient may err by, given the share of each ranked site."""
     bound = KINDS["rounding"].bound
-    if roundoff == FINEST:
+    if shadow.coarsest[0] == FINEST:
         bound = OF_FLOAT32
     elif shadow.flips:
         bound *= FLIPPED
-    for site, share in _ranked(shadow, error, unit, alone):
-        names = ", ".join(sorted(shadow.rounds[site]))
-        result.lines.append(f"  {share:.2f} of it from {names} in {site}")
+    for site, share in shares.items():
         is_usual = shadow.flips or site in shadow.layers
         if share >= THE_ONE and not is_usual and bound < OF_FLOAT32:
             bound = OF_SUMS
-    if error > bound * unit:
-        result.add("rounding", worst, error / unit, 0.0, bound)
-        return
+    return bound
+
+
+def _add_single_tensors(
+    first: Pass, errors: Mapping[str, float], lengths: Mapping[str, float], result: Readings
+) -> None:
+    """Tell matrices whose gradient is mostly rounding, where the whole gradient is not."""
     for name, size in errors.items():
-        norm = float(first.gradients[name].double().norm())
+        gradient = first.gradients[name]
+        norm = float(gradient.double().norm())
         is_alone = size > MOST * norm > 0 and lengths[name] < (1 - MOST) * norm
-        if is_alone and first.gradients[name].ndim > 1:
-            roundings = size / (roundoff * lengths[name] or 1.0)
+        if is_alone and gradient.ndim > 1:
+            roundings = size / (first.shadow.coarsest[0] * lengths[name] or 1.0)
             result.add("rounding", name, roundings)
 
 

@@ -114,27 +114,34 @@ def _compare(passes: Passes, step: Gradients, plain: Pass, result: Readings) -> 
         terms = _terms(passes)
     if differing and terms and _is_of_parts(step, exact, terms, differing):
         return exact
+    differing.sort(key=lambda name: -round(distances[name], 6))
+    _add_differing(step, exact, differing, result)
+    return exact
+
+
+def _add_differing(step: Gradients, exact: Gradients, names: list[str], result: Readings) -> None:
+    """Tell gradients that are not the plain loss's: those with one factor are one reading."""
     limits: dict[str, tuple[float, float]] = {}
     answers: dict[str, list[str]] = {}
-    for name in sorted(differing, key=lambda name: -round(distances[name], 6)):
+    for name in names:
+        length = exact[name].norm()
         factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
-        rest = float((step[name] - factor * exact[name]).norm() / exact[name].norm())
+        rest = float((step[name] - factor * exact[name]).norm() / length)
         words = "not a multiple of the plain loss's"
-        limit = distances[name], 0.0
+        limit = float((step[name] - exact[name]).norm() / length), 0.0
         if rest <= SAME * abs(factor):
             words = f"{factor:.6g} times the plain loss's"
             limit = round(factor, 9), 1.0
         limits.setdefault(words, limit)
         answers.setdefault(words, []).append(name)
-    for words, names in answers.items():
+    for words, tensors in answers.items():
         value, expected = limits[words]
-        result.lines.append(f"  {of_all(names)}: {words}")
+        result.lines.append(f"  {of_all(tensors)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
             reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
             result.unseen["a factor of the gradient"] = reason
         else:
-            result.add("gradient", names, value, expected)
-    return exact
+            result.add("gradient", tensors, value, expected)
 
 
 def _terms(passes: Passes) -> list[Pass]:
