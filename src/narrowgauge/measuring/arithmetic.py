@@ -8,8 +8,6 @@ The numbers are made from integers alone, so they are equal on every machine. No
 drawn and no setting changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

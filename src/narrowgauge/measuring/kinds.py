@@ -4,8 +4,6 @@ that is printed.
 ``data/kinds.toml`` has a row for each kind. ``narrowgauge show checks`` prints all rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from narrowgauge.spec.tables import Table
@@ -45,9 +43,7 @@ class ReadingKind:
     over: str = "step"
 
 
-KINDS: dict[str, ReadingKind] = {
-    name: ReadingKind(name, **row) for name, row in load_data("kinds", "measuring").items()
-}
+KINDS = {name: ReadingKind(name, **row) for name, row in load_data("kinds", "measuring").items()}
 
 
 def kind_table() -> Table:

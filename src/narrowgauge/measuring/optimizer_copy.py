@@ -5,8 +5,6 @@ The copy shares nothing with the optimizer. A class whose attributes cannot be c
 holds the model, has no copy.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import OrderedDict, defaultdict
@@ -123,7 +121,7 @@ class OptimizerCopy:
 @contextmanager
 def no_trace() -> Iterator[None]:
     """Step copies without drawing random numbers of the run, and without a compiler."""
-    stance: Any = nullcontext()
+    stance = nullcontext()
     if "torch._dynamo" in sys.modules:  # its import takes seconds
         stance = torch.compiler.set_stance("force_eager")
     with preserve_generators(), stance:

@@ -4,8 +4,6 @@
 what differs between two runs.
 """
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -46,7 +44,7 @@ def describe_process(device: torch.device) -> dict[str, Any]:
         version = installed_version(name)
         if version:
             versions[name] = version
-    machine: dict[str, Any] = {
+    machine = {
         "system": platform.platform(),
         "processor": processor_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -65,7 +63,7 @@ def describe_process(device: torch.device) -> dict[str, Any]:
             "reduced sums of bfloat16": reduced,
         }
     arithmetic = measure_arithmetic(device)
-    tables: dict[str, Any] = {"versions": versions, "machine": machine, "arithmetic": arithmetic}
+    tables = {"versions": versions, "machine": machine, "arithmetic": arithmetic}
     unlike = unlike_ranks(ranks.gather(arithmetic))
     return tables | {"unlike_ranks": unlike} if unlike else tables
 

@@ -4,8 +4,6 @@ Checks, laws of a run and differences of two runs are all readings. They share o
 and one JSON format. What a kind of reading means is in :mod:`narrowgauge.measuring.kinds`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -2,8 +2,6 @@
 meant, which a copy of the optimizer in a wide format takes (:mod:`narrowgauge.measuring.optimizer_copy`).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import defaultdict
@@ -125,7 +123,7 @@ def _counts(state: Mapping[Any, Any]) -> list[float]:
 
 def _states(states: Sequence[Mapping[Any, Any]], first: Tensor) -> dict[str, Any] | None:
     """Return the states of the elements; ``None`` if one of them is not a value of each element."""
-    taken: dict[str, Any] = {}
+    taken = {}
     for name, x in states[0].items():
         if not isinstance(x, Tensor) or x.ndim == 0:
             taken[name] = copy.deepcopy(x)

@@ -1,7 +1,5 @@
 """Formats whose roundings count, each with its unit roundoff: the one list."""
 
-from __future__ import annotations
-
 import torch
 
 NARROW = (

@@ -59,7 +59,7 @@ class AveragedModel(TorchAveragedModel):
         try:
             return self.optimizer.stored(parameter).float()
         except KeyError:  # the optimizer does not step it
-            values: Tensor = parameter.detach()
+            values = parameter.detach()
             dtype = torch.float32 if values.is_floating_point() else values.dtype
             return values.to(dtype, copy=True)
 

@@ -31,8 +31,8 @@ def matched(
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
-    loaded: list[Group] = []
-    members: dict[Any, tuple[Group, Tensor]] = {}
+    loaded = []
+    members = {}
     for theirs, ours in zip(saved, groups, strict=True):
         if len(theirs["params"]) != len(ours["params"]):
             raise ValueError(
@@ -91,7 +91,7 @@ def saved_states(
     members: Mapping[Any, tuple[Group, Tensor]],
 ) -> dict[Any, Any]:
     """Return the states of a state of ours. Entries of other keys stay as they are."""
-    states: dict[Any, Any] = {}
+    states = {}
     for key, entry in entries.items():
         if key not in members:
             states[key] = entry

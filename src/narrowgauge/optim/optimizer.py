@@ -183,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
         """Return the visible format of each parameter of a group that is to be rounded to one."""
-        formats: dict[Tensor, str] = {}
+        formats = {}
         for parameter in group["params"]:
             visible = self.kernels.row_of(group, parameter).visible
             is_wide = parameter.requires_grad and parameter.dtype is torch.float32
@@ -453,7 +453,7 @@ class Optimizer(torch.optim.Optimizer):
         begin. Values are DTensors if the parameter is one.
         """
         self.finish_step()  # a step skipped on a device has not yet reverted its count
-        result: dict[str, Any] = super().state_dict()
+        result = super().state_dict()
         for key, state in result["state"].items():
             if isinstance(state, State):  # a plain dict, which any program can unpickle
                 result["state"][key] = {name: sendable(x, x) for name, x in state.items()}

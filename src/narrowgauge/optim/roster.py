@@ -164,7 +164,7 @@ class Roster:
         groups = optimizer.param_groups
         if len(groups) != len(self.options):
             return []
-        owners: list[Any] = []
+        owners = []
         for group, options, end in zip(groups, self.options, self.ends, strict=True):
             for name, value in group.items():
                 if value is not options.get(name, options):

@@ -45,7 +45,7 @@ def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
         for name in ("storage", "seed", "low_bits"):
             del options[name]
         groups.append(options)
-    states: dict[int, dict[str, Any]] = {}
+    states = {}
     for number, parameter in enumerate(optimizer.parameter_names()):
         if optimizer.has_state(parameter):
             count = float(optimizer.state[parameter]["step"])
@@ -73,10 +73,10 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         >>> model.save_pretrained("out", state_dict=ng.full_weights(model, optimizer))  # doctest: +SKIP
     """
     optimizer.finish_step()
-    stored: dict[Any, Tensor] = {}
+    stored = {}
     for parameter in optimizer.parameter_names():
         stored[parameter] = optimizer.stored(parameter)
-    weights: dict[str, Tensor] = model.state_dict()
+    weights = model.state_dict()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in weights and parameter in stored:
             weights[name] = stored[parameter]

@@ -4,8 +4,6 @@ A figure needs no script and no style sheet, so it may be copied into a paper: t
 colour of the text around it, and lines have colours that are readable on white and on near black.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

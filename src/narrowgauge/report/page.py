@@ -4,8 +4,6 @@ It says what was run, the verdict, the costs, the curves, and what ``diagnose`` 
 tables equal the terminal's. Text of a run is escaped, so the name of a tensor is never markup.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@
 it. ``events`` are the messages of a run. Nothing here needs torch.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

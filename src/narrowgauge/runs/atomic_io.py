@@ -5,8 +5,6 @@ name by one atomic rename. An error of the operating system becomes a
 :class:`~narrowgauge.errors.RecordError` that names the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

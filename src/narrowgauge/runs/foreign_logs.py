@@ -4,8 +4,6 @@ Such a run has losses, learning rates and gradient norms at the logged steps, an
 folder. A metric under a name that is not in ``data/log_names.toml`` is not read.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -21,7 +19,7 @@ from narrowgauge.runs.atomic_io import damaged, disk_errors
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.toml import load_data
 
-NAMES: dict[str, list[str]] = load_data("log_names", "runs")
+NAMES = load_data("log_names", "runs")
 """The names of each column in a log, the best first, with shell wildcards."""
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
@@ -93,7 +91,7 @@ def read_log(path: Path) -> dict[str, Any]:
             f"{file} holds no loss at a step. It has {held}.",
             "Name its column of losses loss. Hugging Face's Trainer writes losses to trainer_state.json.",
         )
-    summary: Row = {"steps": max(by_step)}
+    summary = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
     is_of_one_chip = columns["tokens_per_second"] in _OF_ONE_CHIP
@@ -112,14 +110,14 @@ def _rows_of(file: Path) -> list[Row]:
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     if file.suffix.lower() != ".csv":
         return [_titan_row(line) for line in text.splitlines() if "step:" in line]
-    rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
+    rows = list(csv.DictReader(io.StringIO(text), strict=True))
     # A row with other values than names is damaged, or being written.
     return [row for row in rows if None not in row and None not in row.values()]
 
 
 def _titan_row(line: str) -> Row:
     """Return the values of a line of torchtitan's log, ``step: 10  loss: 7.1  memory: 44.84GiB``."""
-    row: Row = {}
+    row = {}
     plain = _COLOR.sub("", line)
     for name, number, unit in _VALUE.findall(plain[plain.index("step:") :]):
         row[name] = number.replace(",", "")

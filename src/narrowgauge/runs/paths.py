@@ -4,8 +4,6 @@
 ours is refused, also what another process is writing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -125,7 +125,7 @@ def read_settings(path: Path) -> Row:
             f"No run in {path}: it has no run.toml.", "Name the folder that was given as --out."
         )
     try:
-        run: Row = load_toml(data.decode())
+        run = load_toml(data.decode())
     except ValueError as error:
         raise damaged(file, error) from error
     for name, table in run.items():

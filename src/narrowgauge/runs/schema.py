@@ -4,8 +4,6 @@
 The console and the documentation print these tables. Rows may hold further columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

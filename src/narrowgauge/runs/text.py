@@ -1,7 +1,5 @@
 """Counts and names in sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -108,7 +108,7 @@ class Record:
                 f"Cannot write to {self.path} because its record is closed.",
                 "Open it again: ng.RunRecorder(…, resume=True).",
             )
-        content: Row = plain(row)
+        content = plain(row)
         file = self.path / f"{kind}.jsonl"
         with disk_errors(file), file.open("ab") as stream:
             stream.write(_line(content))

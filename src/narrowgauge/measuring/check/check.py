@@ -11,8 +11,6 @@ One configured step runs beside its float64 shadow, on the model itself, before 
 With several ranks each process makes the plain pass over the batches of all.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from itertools import chain
@@ -93,7 +91,7 @@ def check(
     if not setup.outside.keys().isdisjoint(setup.parameters):
         words = "the loop copies them after the step; ng.watch sees it"
         result.unseen["whether weights follow their masters"] = words
-    gradients: Gradients = {}
+    gradients = {}
     missing = setup.missing
     if missing and "missing-parameters" not in [reading.what for reading in result]:
         words = "in none of the optimizers passed: pass all in a list"

@@ -8,8 +8,6 @@ A *site* is a line of the user's code, in forward or in backward. Layers that sh
 site, and an operation of backward has the site of its forward operation.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Passes of a user's step that leave no trace, beside policies."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,7 +133,7 @@ class Passes:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
 
         def call() -> Tensor:
-            value: Tensor = self.plain_loss(batch)
+            value = self.plain_loss(batch)
             start = torch.full_like(value, factor)
             nodes = torch_names.graph_nodes(value)
             if any("CheckpointFunction" in node.name() for node in nodes):
@@ -164,8 +162,8 @@ class Passes:
             has_constants: what is detached is a constant for the shadow.
         """
         changed: list[str] = []
-        gradients: Gradients = {}
-        shadows: Gradients = {}
+        gradients = {}
+        shadows = {}
         value = math.nan
         with ExitStack() as undo:
             undo.enter_context(preserve_model(self.model, self.leaves.values()))

@@ -6,8 +6,6 @@ elements (:mod:`narrowgauge.measuring.optimizer_copy`), so no class is known by 
 reads a whole matrix. The share is the audit's (EDQ), so it compares with the run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,7 +92,7 @@ def predict(
     if key not in copies:
         copies[key] = _copy(stepped, rate, bool(matrix))
     seen = copies[key]
-    row: Row = {
+    row = {
         "dtype": dtype_name(p.dtype), "lr": rate, "decay": float(group.get("weight_decay") or 0.0),
         "optimizer": type(optimizer).__name__, "storage": "", **dict.fromkeys(SHARES), **seen.shares,
     }  # fmt: skip
@@ -157,7 +155,7 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     """Return 0 for a second moment that stays without a gradient, and for an eps that does not keep a
     step from dividing zero by zero.
     """
-    row: Row = {}
+    row = {}
     start = torch.full((min(p.numel(), LARGE),), 0.5, dtype=p.dtype, device=p.device)
     zeros = torch.zeros_like(start)
     if group.get("eps"):

@@ -5,8 +5,6 @@ its part. Halving the places finds the largest part in log2(n) passes: one half 
 other follows in squares, since errors of different places are nearly orthogonal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 

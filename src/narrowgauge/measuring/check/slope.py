@@ -5,8 +5,6 @@ the same, and the difference is exact to float64. What the user detaches is a co
 autograd function may take a detached copy of its operand: where constants disagree, nothing is one.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Collection
@@ -122,7 +120,7 @@ class Along:
         Args:
             limit: of the distance; by default a part of the size.
         """
-        directions: list[tuple[Any, Tensor]] = []
+        directions = []
         predicted = squares = 0.0
         for name in names:
             p = self.moved[name]

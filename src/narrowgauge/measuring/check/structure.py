@@ -5,8 +5,6 @@ another distance. With several ranks each process makes the plain pass over the 
 Collectives are operations that have shadows, so sums over ranks are followed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A user's set-up: a model and its optimizers, and what is surely wrong before a step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,7 +125,7 @@ def setup_readings(setup: TrainingSetup) -> Iterator[Reading]:
     parameters = setup.parameters
     counts = Counter(id(p.parameter) for p in setup.stepped)
     tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
-    faults: dict[str, list[str]] = {
+    faults = {
         "missing-parameters": [],
         "parameters-twice": [name for name, p in parameters.items() if counts[id(p)] > 1],
         "nonfinite": [],

@@ -11,8 +11,6 @@ interval rules out a loss worse by more than 1 %. Each interval is for one recip
 recipes, expect one outside.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

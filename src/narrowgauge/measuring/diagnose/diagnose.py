@@ -4,8 +4,6 @@ A run without a reading may still have a fault: shifted labels leave normal rows
 lists what the record shows, and what it does not.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Laws of gradients, of the optimizer's step, and of the ranks."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable

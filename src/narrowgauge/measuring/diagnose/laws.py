@@ -4,8 +4,6 @@ Each remembers what it must in its own variables. The same laws read a running l
 record. A count over the run gives its fraction of the steps in every step, and the newest reading counts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +16,7 @@ from narrowgauge.measuring.reading import Reading, failure_of, measured
 
 TWICE = 2.0
 """Report a fault again when it is so many times as far beyond its bound."""
-RULES: tuple[DeclaredLaw, ...] = (
+RULES = (
     gradient_laws.nonfinite, update_laws.audits, update_laws.lost_updates, loss_laws.skipped, loss_laws.loss_scale,
     gradient_laws.zero_gradients, gradient_laws.missing_gradients, gradient_laws.gradients_kept, gradient_laws.clip_norm,
     gradient_laws.ranks, gradient_laws.same_data, gradient_laws.zero_rate, gradient_laws.jump, loss_laws.spikes,

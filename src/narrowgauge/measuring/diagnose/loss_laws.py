@@ -2,8 +2,6 @@
 may have these numbers.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections import deque

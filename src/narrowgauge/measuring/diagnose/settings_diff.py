@@ -1,7 +1,5 @@
 """Recorded differences between two runs: settings, data and software."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.runs.schema import EVAL, STEP, Column, Row, number
+from narrowgauge.runs.schema import EVAL, STEP, Row, number
 
-COLUMNS: dict[str, Column] = STEP | EVAL
+COLUMNS = STEP | EVAL
 """The columns that laws may read."""
 UNNAMED = "tensor "
 """Begins what stands for the tensors of a list that its row left out."""
@@ -40,7 +40,7 @@ class StepMetrics:
     @classmethod
     def of(cls, row: Row) -> StepMetrics:
         """Return the step of a row of ``steps.jsonl``, of an evaluation, or of another program's log."""
-        values: dict[str, Any] = {}
+        values = {}
         for name in row.keys() & COLUMNS.keys() - {"step"}:
             type_ = _TYPES.get(COLUMNS[name].type)
             if type_ is None:

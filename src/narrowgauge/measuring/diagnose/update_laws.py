@@ -1,7 +1,5 @@
 """Laws of what formats keep of the updates."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ after the checkpoint. Tensors are compared by fingerprints of their bits, which 
 sharding.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -112,7 +110,7 @@ def _objects_of(step: StepFunction, returned: Any) -> Objects:
     """
     if isinstance(returned, Mapping):
         return returned
-    contents: Objects = vars(getattr(step, "__self__", step))
+    contents = vars(getattr(step, "__self__", step))
     if isinstance(step, FunctionType):
         contents = {}
         for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):

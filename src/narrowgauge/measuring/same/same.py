@@ -5,8 +5,6 @@ explains is measured: beside both passes run float64 shadows
 (:mod:`narrowgauge.measuring.check.policies.float64_shadow`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -177,7 +175,7 @@ class Recording:
         self._calls[place] += 1
         if self._calls[place] > 1:
             place = f"{place}, call {self._calls[place]}"
-        tensors: list[Tensor] = []
+        tensors = []
         forced = iter(self.forced.get(place, ()))
 
         def taken(x: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ beside them. A buffer is compared in the wider format: a buffer that was rounded
 else.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -276,7 +274,7 @@ def compare_weights(first: Weights, second: Weights) -> Same:
     unlike = []
     bad = []
     number = 0
-    times: dict[str, float] = {}
+    times = {}
     for row in rows:
         number += row["nonfinite"]
         if _is_beyond(row):
@@ -329,7 +327,7 @@ def _row(name: str, one: StoredWeight, other: StoredWeight) -> Row:
         codes = "first" if coded[0] is one else "second"
         is_near = (x.float() - y.float()).abs() <= HALF_A_GAP * coded[0].gap()
         y = torch.where(is_near, x.float(), y.float())
-    row: Row = {
+    row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
         "adapter_times": None, "codes": codes, **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip

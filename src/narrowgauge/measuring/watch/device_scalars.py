@@ -1,7 +1,5 @@
 """Numbers of a step that are on a device, and go to the host in one vector, so that nothing waits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

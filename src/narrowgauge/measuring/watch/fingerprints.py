@@ -9,8 +9,6 @@ A fingerprint is a sum over elements of a hash of their bits and their place in 
 it depends neither on sharding nor on which rank computed which micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial

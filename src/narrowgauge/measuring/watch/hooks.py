@@ -11,8 +11,6 @@ nor the loop; ``title`` names it. If it ``compares_ranks``, they wait for each o
 the loop.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack

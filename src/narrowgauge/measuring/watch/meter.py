@@ -4,8 +4,6 @@ Numbers stay on their device until the step has ended, and go to the host in one
 waited for only where an optimizer holds states that may be masters.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -307,7 +305,7 @@ class Meter:
     def end_step(self, given_row: Row) -> None:
         """End a step, and give its row to the listener. Numbers from the loop come first."""
         self.number += 1
-        row: Row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
+        row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
         if self.has_stepped:
             self._measure("steps", lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped:
@@ -346,7 +344,7 @@ class Meter:
 
     def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
         norms = read["norm"]
-        row: Row = {
+        row = {
             "skipped": bool(read["control"].get("skipped", 0.0)),
             "bad": [name for name, x in norms.items() if not math.isfinite(x)],
             "zero": sorted(name for name, x in norms.items() if not x),

@@ -2,8 +2,6 @@
 of all steps.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from operator import itemgetter

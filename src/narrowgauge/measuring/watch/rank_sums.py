@@ -2,8 +2,6 @@
 not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +102,7 @@ class RankSums:
         is_lone = counts.flip(0) == self._ranks.size - 1
         lone = (is_lone * ranks).sum(0)
         is_shared = (lone == 0) | is_lone.all(0)  # of two ranks, each is the other
-        unlike: Tensor = lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
+        unlike = lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
         return unlike
 
 
@@ -112,5 +110,5 @@ def bits(x: Tensor) -> Tensor:
     """Return the sum of all bits of a tensor, in words of 64: exact in any order."""
     parts = decoded(x).flatten().view(torch.uint8)
     words = torch.nn.functional.pad(parts, (0, -parts.numel() % 8))  # a copy, which is aligned
-    total: Tensor = words.view(torch.int64).sum()
+    total = words.view(torch.int64).sum()
     return total

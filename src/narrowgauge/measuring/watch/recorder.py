@@ -367,7 +367,7 @@ class RunRecorder:
     def _finish(self) -> None:
         """Write the last event and ``summary.json``, which makes the run finished."""
         run = self._ranks.of_first(lambda: read_run(str(self.folder)))
-        summary: Row = {
+        summary = {
             "recipe": run.config.get("recipe"), "model": str(run.config.get("model")),
             "weights_fingerprint": self._fingerprint_of_weights(), "steps": self.num_steps,
             "tokens": self._tokens or None, "bytes_per_param": bytes_per_param(self.optimizer),
@@ -381,7 +381,7 @@ class RunRecorder:
         """Return the fingerprint of all weights, with the low bits that our optimizer holds."""
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
-        stored: dict[str, Tensor] = dict(self.model.named_parameters())
+        stored = dict(self.model.named_parameters())
         if isinstance(self.optimizer, Optimizer):
             for name, p in stored.items():
                 with suppress(KeyError):  # another optimizer's, or frozen

@@ -25,7 +25,6 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.audit.audit_sample import TURN, AuditSample
 from narrowgauge.optim.step.launch import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
-from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.torch_names import HostCopy, unwrapped_optimizer
 
 WINDOW = 20
@@ -234,8 +233,8 @@ class Auditor:
         self.last = None
         if not self.fresh:
             return []
-        owners: list[Tensor] = []
-        storages: list[Storage] = []
+        owners = []
+        storages = []
         rows = []
         for sample, copy in self.fresh:
             owners += sample.owners

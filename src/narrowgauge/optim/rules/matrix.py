@@ -98,7 +98,7 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 (0.68 … 1.21), not at 1 itself.
 """
 
-LR_SCALES: dict[str, Callable[[int, int], float]] = {
+LR_SCALES = {
     # Every step of the same spectral norm, wider ones not counted.
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
     # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over, and

@@ -80,7 +80,7 @@ class Plane:
 @lru_cache
 def planes_of(storage: Storage) -> tuple[Plane, ...]:
     """Return the planes of a storage, in the order of its step."""
-    planes: list[Plane] = []
+    planes = []
     states = dict(storage.states)
     slices = random_slices(storage)
     for number, group in enumerate(storage.packing, 1):

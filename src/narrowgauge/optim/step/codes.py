@@ -201,7 +201,7 @@ def addends(
     borrow from each other. Without this, 12 bits for 18 would lose every chance below 2^-12: at beta2
     = 0.9999 a second moment would stop 2 % short.
     """
-    result: dict[str, Addend] = dict.fromkeys(roles(storage))  # to nearest
+    result = dict.fromkeys(roles(storage))  # to nearest
     if not storage.is_stochastic:
         return result
     mantissa = visible_bits(storage.visible, gradient) & MANTISSA

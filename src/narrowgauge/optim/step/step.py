@@ -24,14 +24,13 @@ from narrowgauge.optim.step import kernel_proof, run_definition
 from narrowgauge.optim.step.launch import Batch, addresses_of
 from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.step_cpp import has_kernel
-from narrowgauge.optim.step.step_definition import StepDefinition
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS
 from narrowgauge.torch_support.proof import TORCH, language_on
 
 
 def batches_of(work: Iterable[tuple[int, LocalState]], compile: bool | None) -> list[Batch]:
     """Return states that step alike. Each comes with the place of its param group."""
-    alike: dict[tuple[StepDefinition, int, int], list[LocalState]] = defaultdict(list)
+    alike = defaultdict(list)
     for place, state in work:
         # Every rank steps a whole matrix.
         if (state.owner if state.kernel.is_matrix else state.parameter).numel():

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).with_name("cpp")
 FILES = ("vectors.h", "codes.h", "rules.h", "walk.h", "norm.h")
 """The files of the folder, in the order in which they are joined."""
 FORMATS = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
-RULES: dict[AnyRule, str] = {
+RULES = {
     elementwise.ADAMW: "AdamW",
     elementwise.ADAM: "Adam",
     elementwise.SGD: "SGD",

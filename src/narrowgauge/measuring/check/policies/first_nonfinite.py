@@ -1,7 +1,5 @@
 """The operations that first made infinity and NaN, and what operations read."""
 
-from __future__ import annotations
-
 import math
 
 import torch

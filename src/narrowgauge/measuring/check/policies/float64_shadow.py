@@ -6,8 +6,6 @@ draws are the step's. The shadows of bfloat16 weights give the gradient of their
 bit. What an operation without a float64 kernel makes is *not followed*, and all that comes of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 
