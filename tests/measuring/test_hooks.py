@@ -1,4 +1,4 @@
-"""The hub of a loop: every listener hears every event once, and an error ends its listener alone."""
+"""The hooks of a loop: every listener hears every event once, and an error ends its listener alone."""
 
 import copy
 import pickle
@@ -42,12 +42,12 @@ class Diary:
     end = partialmethod(note, "end")
 
 
-def hub_of(*listeners: Diary):
+def hooks_of(*listeners: Diary):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hub = LoopHooks(model, [optimizer], model, print)
-    hub.listeners += listeners
-    return hub, model, optimizer
+    hooks = LoopHooks(model, [optimizer], model, print)
+    hooks.listeners += listeners
+    return hooks, model, optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,14 +65,14 @@ ONE_STEP = [*EVENTS]
 def test_an_error_ends_its_listener_and_nothing_else(event: str) -> None:
     broken = Diary(event)
     well = Diary()
-    hub, model, optimizer = hub_of(broken, well)
+    hooks, model, optimizer = hooks_of(broken, well)
     messages = []
-    hub.say = messages.append
+    hooks.say = messages.append
     for _ in range(2):
         train(model, optimizer)
     assert well.events == 2 * ONE_STEP
     assert broken.events == [*ONE_STEP[: ONE_STEP.index(event) + 1], "end"]
-    assert hub.listeners == [well] and messages == ["the diary ended: ValueError: no ink"]
+    assert hooks.listeners == [well] and messages == ["the diary ended: ValueError: no ink"]
 
 
 def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
@@ -80,9 +80,9 @@ def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
     for compares_ranks in (True, False):
         diary = Diary("before_step")
         diary.compares_ranks = compares_ranks
-        hub, model, optimizer = hub_of(diary)
-        hub.say = lambda message: None
-        hub.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
+        hooks, model, optimizer = hooks_of(diary)
+        hooks.say = lambda message: None
+        hooks.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
         with ExitStack() as expected:
             if compares_ranks:
                 expected.enter_context(pytest.raises(ValueError, match="no ink"))
@@ -129,9 +129,9 @@ def test_a_step_that_calls_its_parents_step_is_one_step(has_closure: bool) -> No
 
 def test_no_hook_is_left() -> None:
     diary = Diary()
-    hub, model, optimizer = hub_of(diary)
+    hooks, model, optimizer = hooks_of(diary)
     train(model, optimizer)
-    hub.close()
+    hooks.close()
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     train(model, optimizer)
@@ -140,6 +140,6 @@ def test_no_hook_is_left() -> None:
 
 def test_transforms_and_compilers_are_left_alone() -> None:
     diary = Diary()
-    _, model, _ = hub_of(diary)
+    _, model, _ = hooks_of(diary)
     torch.func.vmap(lambda x: model(x[None]))(torch.ones(3, 4))
     assert diary.events == []

@@ -169,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
                 asked = get_storage(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
                 group["storage"] = row.name
-                warnings.warn(KEPT.format(row, asked), stacklevel=4)
+                warnings.warn(KEPT.format(row, asked), stacklevel=5)
                 to_round.clear()
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient

@@ -43,7 +43,7 @@ class Fingerprints:
     compiled code. All ranks make all calls.
 
     Args:
-        hub: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
+        hooks: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
             the plain tensors in ``optimizer.state``.
         every: steps between two records; 0 never.
     """
@@ -51,17 +51,17 @@ class Fingerprints:
     title = "the record of fingerprints"
     compares_ranks = True
 
-    def __init__(self, hub: LoopHooks, every: int) -> None:
-        self.hub = hub
-        self.optimizer = hub.optimizers[-1]
+    def __init__(self, hooks: LoopHooks, every: int) -> None:
+        self.hooks = hooks
+        self.optimizer = hooks.optimizers[-1]
         self.every = every
         self._start: int | None = None
         self._rows: list[Row] = []
-        stepped = TrainingSetup(hub.model, [self.optimizer]).stepped
+        stepped = TrainingSetup(hooks.model, [self.optimizer]).stepped
         self._names = {p.parameter: p.name for p in stepped}
         self._pass = ExitStack()
         self._begin(0)
-        hub.listeners.append(self)
+        hooks.listeners.append(self)
 
     def _begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``."""
@@ -87,7 +87,7 @@ class Fingerprints:
         self._begin(step + 1)
         return rows
 
-    # ── the hub calls these ───────────────────────────────────────────────────────────────────────
+    # ── the hooks calls these ───────────────────────────────────────────────────────────────────────
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Begin a micro-batch."""
@@ -101,9 +101,9 @@ class Fingerprints:
                 self._add("tokens", "batch", x)
                 self._num_sequences += len(x)
                 break
-        if is_compiled_model(self.hub.model):
+        if is_compiled_model(self.hooks.model):
             return
-        for name, part in self.hub.model.named_modules():
+        for name, part in self.hooks.model.named_modules():
             if weights_of(part):
                 see = OwnHook(partial(self._see_output, plain_name(name)))
                 self._pass.callback(part.register_forward_hook(see).remove)
@@ -114,7 +114,7 @@ class Fingerprints:
             output = output[0]
         is_first = is_eager() and not runs_backward()  # which may run a module again
         if type(output) is Tensor and output.is_floating_point() and is_first:
-            self.hub.guard(self, self._add, "output", name, output.detach())
+            self.hooks.guard(self, self._add, "output", name, output.detach())
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of the step, before our optimizer clips them."""
@@ -124,7 +124,7 @@ class Fingerprints:
         self._start = None
         if optimizer is self.optimizer and self._is_on:
             gradients = {}
-            for name, p in reversed([*self.hub.model.named_parameters()]):
+            for name, p in reversed([*self.hooks.model.named_parameters()]):
                 gradient = gradient_of(p)
                 if _is_plain(gradient):
                     gradients[f"grad:{plain_name(name)}"] = gradient
@@ -137,7 +137,7 @@ class Fingerprints:
             self._add_row(self._step, self._entries | self._stored(self._step))
 
     def _add_row(self, step: int, entries: Entries) -> None:
-        joined = _joined(self.hub.ranks.gather(entries))
+        joined = _joined(self.hooks.ranks.gather(entries))
         self._rows.append({"step": step, "tensors": joined})
 
     def _stored(self, step: int) -> Entries:

@@ -40,7 +40,7 @@ class Meter:
     pass its steps learns of a fault one step later.
 
     Args:
-        hub: the hooks.
+        hooks: the hooks.
         listen: called with the row of each step; its errors are the user's, as of a full disk.
         limit: norm to which the loop clips gradients.
 
@@ -55,9 +55,9 @@ class Meter:
     compares_ranks = False
 
     def __init__(
-        self, hub: LoopHooks, listen: Callable[[Row], Any], *, limit: float | None
+        self, hooks: LoopHooks, listen: Callable[[Row], Any], *, limit: float | None
     ) -> None:
-        self.hub = hub
+        self.hooks = hooks
         self.limit = limit
         self._listen = listen
         self.unseen: dict[str, str] = {}
@@ -71,19 +71,19 @@ class Meter:
         self._is_whole = not any(map(is_sharded, self.names))
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
-        self._ranks = RankSums(hub.ranks, self.names) if hub.ranks.size > 1 else None
+        self._ranks = RankSums(hooks.ranks, self.names) if hooks.ranks.size > 1 else None
         if self._ranks is not None and not self._ranks.whole:
             self._ranks = None
             self.unseen.setdefault("weights of ranks", "ranks hold other tensors")
         self._follow_probe()
-        hub.listeners.append(self)
+        hooks.listeners.append(self)
 
     def _name_all(self) -> None:
         """Name the parameters of the model, and of the optimizers: masters as what they stand for."""
-        setup = TrainingSetup(self.hub.model, self.hub.optimizers)
+        setup = TrainingSetup(self.hooks.model, self.hooks.optimizers)
         self.names = {p: name for name, p in setup.parameters.items()}
         self._masters: dict[Tensor, Tensor] = {}
-        members = {*members_of(*self.hub.optimizers)}
+        members = {*members_of(*self.hooks.optimizers)}
         if setup.missing and self.limit:
             self.limit = None  # the norm that reaches it is of another optimizer, too
             self.unseen["the clip"] = "the optimizers passed hold a part of the model"
@@ -131,7 +131,7 @@ class Meter:
             self.unseen[what] = words_of(error)
             if not isinstance(error, ArithmeticError):  # that is no fault of ours
                 self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
-                self.hub.say(failure_of(f"{self.title} of {what}", error), what)
+                self.hooks.say(failure_of(f"{self.title} of {what}", error), what)
 
     # ── whether gradients were cleared ────────────────────────────────────────────────────────────
 
@@ -140,7 +140,7 @@ class Meter:
 
         The gradient of an embedding is zero in most elements.
         """
-        members = members_of(*self.hub.optimizers)
+        members = members_of(*self.hooks.optimizers)
         probes = [p for p in members if p.requires_grad and p.numel() and not is_sharded(p)]
         self._probe = min(probes, key=torch.numel, default=None)
         if self._probe is None:
@@ -185,7 +185,7 @@ class Meter:
         gradients = self._measure("gradients", self._take_gradients, optimizer) or {}
         args = optimizer, gradients, self.number
         self._samples = self._measure("samples of weights", samples_of, *args) or []
-        if optimizer is self.hub.optimizers[0]:
+        if optimizer is self.hooks.optimizers[0]:
             self._measure("masters", self._take_masters)
         if self._ranks is not None:
             self._measure("ranks", self._ranks.add_gradients, gradients)
@@ -241,7 +241,7 @@ class Meter:
     @property
     def has_stepped(self) -> bool:
         """Return whether a step was taken that is not yet reported."""
-        return self.hub.optimizers[-1] in self._stepped
+        return self.hooks.optimizers[-1] in self._stepped
 
     def after_step(self, optimizer: AnyOptimizer) -> None:
         """Take the numbers of a step that is done."""
@@ -275,9 +275,9 @@ class Meter:
             self._control = control
         elif isinstance(overflow, Tensor):
             self._numbers.set("control", ["skipped"], overflow)
-        if optimizer is self.hub.optimizers[-1]:
+        if optimizer is self.hooks.optimizers[-1]:
             # A schedule may step before the row is written.
-            groups = chain.from_iterable(o.param_groups for o in self.hub.optimizers)
+            groups = chain.from_iterable(o.param_groups for o in self.hooks.optimizers)
             rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
             self._row["lr"] = max(rates, default=None)
             self._seen = self._gradient_of_probe()

@@ -77,7 +77,7 @@ class RunRecorder:
         tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``.
 
     Attributes:
-        hub: the hooks on the loop.
+        hooks: the hooks on the loop.
         meter: measures each step.
         laws: read the steps.
 
@@ -137,11 +137,11 @@ class RunRecorder:
         self._is_open = True
         with ExitStack() as undo:
             optimizers = setup_of(model, optimizer).optimizers
-            self.hub = LoopHooks(self.model, optimizers, called, self._ended)
-            undo.callback(self.hub.close)
+            self.hooks = LoopHooks(self.model, optimizers, called, self._ended)
+            undo.callback(self.hooks.close)
             self.optimizer = optimizers[-1]
-            self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
-            self._prints = Fingerprints(self.hub, fingerprints_every if self.folder else 0)
+            self.meter = Meter(self.hooks, self._write, limit=max_grad_norm)
+            self._prints = Fingerprints(self.hooks, fingerprints_every if self.folder else 0)
             if self.folder is not None:
                 self._begin(undo, dict(settings or {}), tables or {}, resume)
             self._undo = undo.pop_all()
