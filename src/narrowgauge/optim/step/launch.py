@@ -11,6 +11,8 @@ A GPU's are copied to the device at each step. A matrix rule has one more addres
 change.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
 from functools import partial
