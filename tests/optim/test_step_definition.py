@@ -31,7 +31,7 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
 def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
     """Compiled without a GPU."""
     triton = pytest.importorskip("triton")
-    types = {"table": "*i64", "tiles": "*i32", "numbers": "*fp32", "control": "*fp32"}
+    types = {"table": "*i64", "tensor_of_program": "*i32", "numbers": "*fp32", "control": "*fp32"}
     values = {"row": step_cpp.row_of(*kernel_of(rule, storage))}
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
     signature = types | {"row": "constexpr"}

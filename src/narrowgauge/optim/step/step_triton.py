@@ -9,6 +9,8 @@ Constants of a step are a ``row`` (:class:`narrowgauge.optim.step.step_cpp.Kerne
 code a ``field`` (:class:`narrowgauge.optim.step.bit_layout.Field`).
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
@@ -64,8 +66,8 @@ def round_bits(bits, random, field: tl.constexpr):
     if field.drop == 0:
         return bits
     if field.random_slice is not None:
-        start = field.random_slice[0]
-        borrowed = field.random_slice[1]
+        start: tl.constexpr = field.random_slice[0]
+        borrowed: tl.constexpr = field.random_slice[1]
         if borrowed > 0:
             random = (random << borrowed) | ((random >> (32 - borrowed)) & ((1 << borrowed) - 1))
         addend = (random >> start) & ((1 << field.drop) - 1)
@@ -112,7 +114,7 @@ def encode(x, random, field: tl.constexpr, into):
 def read_weight(words, bits, seen: tl.constexpr, field: tl.constexpr):
     x = float_of(bits)
     if field.name == "tail":
-        up = 32 - field.bits
+        up: tl.constexpr = 32 - field.bits
         tail = (words[field.plane] << (up - field.shift)) >> (up - field.drop)
         total = bits + (tail & -(1 << field.drop))
         x = float_of(tl.where((total ^ bits) < 0, bits, total))
@@ -222,7 +224,7 @@ def places(tile, COLUMN: tl.constexpr, BYTES: tl.constexpr):
     """Return where the elements of a tile lie, ``[blocks, elements]``, which stand in whole vectors,
     and which others are inside.
     """
-    TYPE = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
+    TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
     address = (tl.load(tile[0] + COLUMN).to(tl.pointer_type(TYPE)) + tile[1])[:, None]
     address = tl.multiple_of(address, (16, 16))  # if it is not, no element stands in a whole vector
     at = tl.arange(0, BLOCK)[None, :]
@@ -317,7 +319,7 @@ def step(table, tensor_of_program, numbers, control, row: tl.constexpr):
     """Step the elements of a program, unless the step is skipped."""
     tile, sizes = find(table, tensor_of_program, control, row.addresses, row.num_scaled > 0)
     s = (numbers,)
-    NUM_SCALARS = row.scalars
+    NUM_SCALARS: tl.constexpr = row.scalars
     for k in tl.static_range(0, NUM_SCALARS):
         s += (tl.load(numbers + k),)
     s = s[1:]
