@@ -82,6 +82,14 @@ def test_what_a_record_does_not_show_is_said() -> None:
     assert ng.diagnose(run).unseen["the clip"] == "it happened"
 
 
+def test_a_class_whose_updates_were_not_measured_is_no_part_of_what_was_looked_at() -> None:
+    run = with_event("unseen", tensor="stored updates by optimi.AdamW")
+    assert ng.diagnose(run).unseen["stored updates by optimi.AdamW"] == "it happened"
+    for row in run.steps:
+        row["stored"] = {"a.weight": 0.99}
+    assert ", stored updates (but those by optimi.AdamW)" in ng.diagnose(run).verdict
+
+
 def test_what_a_watch_told_of_an_earlier_step_is_not_left_out() -> None:
     """A count may be below its bound at the end. What is there at the end is a reading alone."""
     run = with_event("stored-share", tensor="a.weight")

@@ -30,6 +30,7 @@ from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
+from narrowgauge.planner.program import Program
 from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import Record
@@ -171,6 +172,8 @@ CALLS = {
         lambda: replace(STORAGES["states8"], exp_avg=STORAGES["word"].exp_avg), RecipeError,
         "one moment has a scale\nTake two codes",
     ),
+    "vectors": (lambda: replace(STORAGES["word"], vectors="mastre"), RecipeError, "vectors = 'mastre'\nmean 'master'"),
+    "a factor": (lambda: Program("mine", factor=0.0), RecipeError, "factor = 0.*must be"),
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "word.*float16\nmodel.float"),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "named 'int7'\nmean 'int8-row'"),

@@ -10,7 +10,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.integrations import quantizer as quantizer  # registers itself
 from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.runs.schema import Row
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.torch_names import unwrapped_optimizer
 
 _SETTINGS = (

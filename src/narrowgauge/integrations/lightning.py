@@ -13,7 +13,8 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from narrowgauge.integrations.recording import RecordedCallback
-from narrowgauge.runs.schema import Row, numbers_of
+from narrowgauge.runs.schema import numbers_of
+from narrowgauge.spec.tables import Row
 
 _SETTINGS = (
     "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size",

@@ -65,6 +65,7 @@ class Program:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             require_choice(name, getattr(self, name), choices)
+        require_number("factor", self.factor, is_open=True)
 
     def __str__(self) -> str:
         """Write the program with its fields, as ``--program`` takes them."""

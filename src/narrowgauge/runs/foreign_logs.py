@@ -16,7 +16,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors
-from narrowgauge.runs.schema import Row
+from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
 
 NAMES = load_data("log_names", "runs")

@@ -26,8 +26,9 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.paths import is_run, only_run
-from narrowgauge.runs.schema import VERSION, Row
+from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.text import plural
+from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_toml
 
 LARGE = 1 << 23

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
-
-Row = dict[str, Any]
-"""One row of a record: column to value."""
 
 VERSION = 2
 """The version of the run folder. Other versions are refused."""

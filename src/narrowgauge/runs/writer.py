@@ -21,8 +21,9 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, write_whole
 from narrowgauge.runs.paths import ROW_FILES, lock, require_free, unlock
 from narrowgauge.runs.record import lines_in, read_settings, rows_in
-from narrowgauge.runs.schema import VERSION, Row
+from narrowgauge.runs.schema import VERSION
 from narrowgauge.spec import tables
+from narrowgauge.spec.tables import Row
 
 
 class Record:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
+"""One row of a table or of a record: column to value."""
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ from narrowgauge.measuring.watch.hooks import RunNotice
 from narrowgauge.measuring.watch.recorder import RunRecorder
 from narrowgauge.optim.audit.audit import UpdateLossWarning
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.schema import EVAL, STEP, Row
+from narrowgauge.runs.schema import EVAL, STEP
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.parse import parse
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.preserve import preserve_generators
 from narrowgauge.trainer import checkpoints, language_model
 from narrowgauge.trainer.settings import Settings, Start, find_start

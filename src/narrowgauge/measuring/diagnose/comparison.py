@@ -24,10 +24,10 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.measuring.diagnose.settings_diff import recipe_of
 from narrowgauge.measuring.diagnose.update_laws import loses_updates
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import SUMMARY, Row, number
+from narrowgauge.runs.schema import SUMMARY, number
 from narrowgauge.spec.parse import parse
 from narrowgauge.spec.significance import student_t
-from narrowgauge.spec.tables import Table, json_value
+from narrowgauge.spec.tables import Row, Table, json_value
 
 NEGLIGIBLE = 1e-3
 """Fraction of the baseline's loss: a difference whose whole interval lies within does not matter."""

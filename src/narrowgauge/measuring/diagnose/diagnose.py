@@ -5,7 +5,7 @@ lists what the record shows, and what it does not.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.runs.foreign_logs import NAMES
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import Row
 from narrowgauge.runs.text import join_names, plural
+from narrowgauge.spec.tables import Row
 
 FLAGS = {
     "losses": "recorder.step(loss)", "throughput": "recorder.step(tokens=)", "the clip": "max_grad_norm=",
@@ -67,7 +67,7 @@ class Diagnosis(Readings):
             number = plural(len(self), "reading")
             self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
         elif self.areas:
-            places = [_shown(area, looked_at[area], run) for area in self.areas]
+            places = [_shown(area, looked_at[area], run, self.unseen) for area in self.areas]
             self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(places)}."
         else:
             self.verdict = f"Nothing was looked at: {rows} without a value that is read."
@@ -177,14 +177,20 @@ def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> 
         name = str(row.get("tensor"))
         if row["what"] == "unseen":
             unseen[name] = str(row.get("text") or "").rstrip(".")
+            area, by, _ = name.partition(" by ")
+            if by:
+                unseen.pop(area, None)
         elif row["what"] in KINDS.keys() - told:
             unseen[f"{row['what']} of {name}"] = f"was told at step {row['step']}, not at the last"
     return unseen | OUTSIDE
 
 
-def _shown(area: str, seen: int, run: Run) -> str:
-    """Return an area, and in how many rows it was seen, if not in all."""
+def _shown(area: str, seen: int, run: Run, unseen: Iterable[str]) -> str:
+    """Return an area, the part of it that was not seen, and in how many rows it was, if not in all."""
     rows = len(run.evals if area == COLUMNS["val_loss"].area else run.steps)
+    parts = [name.removeprefix(f"{area} ") for name in unseen if name.startswith(f"{area} by ")]
+    if parts:
+        area = f"{area} (but those {', '.join(parts)})"
     return area if seen >= rows - FIRST else f"{area} ({seen:,} of {rows:,} rows)"
 
 

@@ -24,9 +24,10 @@ from typing import Any
 from narrowgauge.measuring.diagnose.settings_diff import PROGRAM, recipe_of, settings_diff
 from narrowgauge.measuring.reading import STAGES, Reading, Readings
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import EVAL, HASHED, STEP, SUMMARY, Column, Row, number
+from narrowgauge.runs.schema import EVAL, HASHED, STEP, SUMMARY, Column, number
 from narrowgauge.runs.text import join_names, plural
 from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.tables import Row
 
 COLUMNS = SUMMARY | STEP | EVAL
 """What is compared beside tensors: every column whose unit is not of :data:`UNLIKE`."""

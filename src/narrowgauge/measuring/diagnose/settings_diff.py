@@ -5,9 +5,9 @@ from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
 from narrowgauge.spec.parse import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Row
 
 PROGRAM = ("config", "data", "model", "optimizer")
 """Tables of ``run.toml`` that say what is computed."""

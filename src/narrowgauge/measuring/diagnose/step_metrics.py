@@ -8,7 +8,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.runs.schema import EVAL, STEP, Row, number
+from narrowgauge.runs.schema import EVAL, STEP, number
+from narrowgauge.spec.tables import Row
 
 COLUMNS = STEP | EVAL
 """The columns that laws may read."""

@@ -22,8 +22,8 @@ from narrowgauge.measuring.watch.hooks import LoopHooks, is_eager
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.model_parts import weights_of
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name, runs_backward

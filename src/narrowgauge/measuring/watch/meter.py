@@ -24,11 +24,12 @@ from narrowgauge.measuring.watch.hooks import LoopHooks
 from narrowgauge.measuring.watch.rank_sums import RankSums
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import STEP
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 
 STEPS = "steps of the optimizer"
-STORED = "stored share of the step"
+STORED = STEP["stored"].area
 CLEARED = "gradients that were not cleared"
 _NOTHING: tuple[Any, ...] = (None, "", {})
 

@@ -16,7 +16,7 @@ from narrowgauge.measuring.diagnose.update_laws import late
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.torch_hooks import members_of
 
 

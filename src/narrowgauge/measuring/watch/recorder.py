@@ -33,9 +33,9 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.step.state import bytes_per_param
 from narrowgauge.runs.paths import is_run
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import Row
 from narrowgauge.runs.text import plural
 from narrowgauge.runs.writer import Record, plain, require_columns, shortened
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
