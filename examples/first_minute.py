@@ -22,7 +22,7 @@ from narrowgauge.cli.main import main
 from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer.tokens import END_OF_TEXT, write_tokens
 
-# The model ends about half a nat below what token frequencies give (6.33), and the late steps are
+# The model ends 0.4 nats below what token frequencies give (6.33), and the late steps are
 # small enough for naive rounding to lose most of them. Higher rates make pairs of runs differ by
 # chance.
 SETTINGS = (
