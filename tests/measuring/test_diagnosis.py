@@ -93,7 +93,7 @@ def test_a_class_whose_updates_were_not_measured_is_no_part_of_what_was_looked_a
 def test_what_a_watch_told_of_an_earlier_step_is_not_left_out() -> None:
     """A count may be below its bound at the end. What is there at the end is a reading alone."""
     run = with_event("stored-share", tensor="a.weight")
-    assert f"stored-share of a.weight (was told at step {AT}" in str(ng.diagnose(run))
+    assert f"stored-share of a.weight (was told of step {AT}" in str(ng.diagnose(run))
     run.steps[AT - 1]["loss"] = 9.0
     run.events[-1] |= {"what": "spike", "tensor": ""}
     assert "was told" not in str(ng.diagnose(run))

@@ -39,6 +39,8 @@ def recorded(folder: Path, every: int) -> Run:
             tokens = tokens_at(step)
             loss = loss_of(model, tokens)
             loss.backward()
+            with torch.no_grad():  # an evaluation is no part of the step
+                loss_of(model, tokens_at(0))
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss, tokens=tokens.numel())

@@ -348,6 +348,18 @@ def test_a_right_cast_of_one_side_is_of_rounding_and_a_cast_without_its_scale_is
         assert ng.same(*pair, TOKENS)[0].tensor.startswith("1")
 
 
+def test_a_server_without_modules_is_compared_by_its_outputs() -> None:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    table, weight, bias = (p.detach().clone() for p in model.parameters())
+
+    def server(tokens: torch.Tensor, factor: float) -> torch.Tensor:
+        return nn.functional.linear(table[tokens], factor * weight, bias)
+
+    tokens = torch.arange(16).view(2, 8)
+    assert ng.same(model, lambda x: server(x, 1.0), tokens).ok
+    assert [r.what for r in ng.same(model, lambda x: server(x, 1.01), tokens)] == ["other-outputs"]
+
+
 def test_what_a_server_casts_to_integers_is_not_followed() -> None:
     torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import narrowgauge as ng
 from measuring.watched import Watched
 from narrowgauge.measuring.diagnose import laws
 from narrowgauge.measuring.diagnose.step_metrics import reads
+from narrowgauge.measuring.optimizer_copy import OptimizerCopy
 from narrowgauge.measuring.samples import take
 from narrowgauge.measuring.watch import device_scalars, meter
 from narrowgauge.measuring.watch.hooks import RunNotice
@@ -26,6 +27,14 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 B16 = torch.bfloat16
+
+
+def test_a_copy_of_an_optimizer_keeps_a_rate_that_is_a_tensor() -> None:
+    """As torchao's classes ask."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=torch.tensor(1e-3))
+    group = optimizer.param_groups[0]
+    copied = OptimizerCopy(optimizer, group, torch.ones(4), options={"lr": 0.5})
+    assert torch.equal(copied.optimizer.param_groups[0]["lr"], torch.tensor(0.5))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])

@@ -66,8 +66,11 @@ class OptimizerCopy:
         self.weights = nn.Parameter(weights)
         chosen = {name: copy.deepcopy(x) for name, x in group.items() if name != "params"}
         for name, value in (options or {}).items():
-            if chosen.get(name) is not None:  # another rule has no such option
-                chosen[name] = value
+            before = chosen.get(name)
+            if before is not None:  # another rule has no such option
+                chosen[name] = (
+                    torch.full_like(before, value) if isinstance(before, Tensor) else value
+                )
         if isinstance(optimizer, Optimizer):
             named = optimizer.defaults.keys() - {"storage", "seed", "low_bits"}
             defaults = {name: chosen[name] for name in named}

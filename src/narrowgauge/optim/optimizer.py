@@ -10,6 +10,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -107,8 +108,9 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", **others: Any,
     ) -> None:  # fmt: skip
-        names = {*defaults, *(Optimizer.__init__.__kwdefaults__ or ())}
-        validation.check_arguments(type(self), sorted(names), others)
+        names = signature(type(self)).parameters.keys() | signature(Optimizer).parameters.keys()
+        unnamed = {"params", "rule", "defaults", "options", "others"}
+        validation.check_arguments(type(self), sorted(names - unnamed), others)
         validation.check_options(defaults, rule)
         require_choice("compile", compile, (None, True, False))
         require_number("lr", defaults["lr"])
@@ -169,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
                 asked = get_storage(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
                 group["storage"] = row.name
-                warnings.warn(KEPT.format(row, asked), stacklevel=5)
+                warnings.warn(KEPT.format(row, asked), stacklevel=4)
                 to_round.clear()
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient

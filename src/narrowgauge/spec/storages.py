@@ -292,7 +292,8 @@ class Storage:
     def __post_init__(self) -> None:
         require_choice("arithmetic", self.arithmetic, ("float32", "expansion", "float64"))
         require_choice("visible", self.visible, VISIBLE)
-        require_choice("vectors", self.vectors, ("", *_ROWS["storages"]))
+        if self.vectors:
+            require_choice("vectors", self.vectors, _ROWS["storages"])
         if self.exp_avg.scaled != self.exp_avg_sq.scaled:
             raise RecipeError(
                 f"Cannot store {self.name}: one moment has a scale for each block, the other has none.",

@@ -257,7 +257,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
         (scale,) = ctx.saved_tensors
-        return gradient.raw, gradient.scale * scale, None, None
+        if isinstance(gradient, Scaled):
+            return gradient.raw, gradient.scale * scale, None, None
+        size = power_of_rms(gradient)  # the dynamic rescale
+        return gradient / size, size * scale, None, None
 
 
 enter: Any = _Enter.apply

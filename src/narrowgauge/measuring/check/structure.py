@@ -45,6 +45,8 @@ def compare_structure(passes: Passes, first: Pass, result: Readings) -> None:
     if not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
         return
     value = float(plain.loss.detach())
+    if math.isnan(plain.value):
+        raise ArithmeticError("the loss is not followed")
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
     result.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
     if plain.loss.dtype in UNITS and off > KINDS["loss-rounding"].bound:

@@ -174,14 +174,15 @@ def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> 
             unseen[area] = flags.get(area, "")
     told = {reading.what for reading in readings}
     for row in run.events:
-        name = str(row.get("tensor"))
+        name = str(row.get("tensor") or "the run")
         if row["what"] == "unseen":
             unseen[name] = str(row.get("text") or "").rstrip(".")
             area, by, _ = name.partition(" by ")
             if by:
                 unseen.pop(area, None)
         elif row["what"] in KINDS.keys() - told:
-            unseen[f"{row['what']} of {name}"] = f"was told at step {row['step']}, not at the last"
+            words = f"was told of step {row['step']}, not of the last"
+            unseen.setdefault(f"{row['what']} of {name}", words)
     return unseen | OUTSIDE
 
 

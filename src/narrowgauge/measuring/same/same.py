@@ -305,7 +305,7 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     shadowed = [_run(side, batch, forced, ServedShadow()) for side in (first, second)]
     _compare_places(places, shadowed, result)
     if LOG_PROBS in places:
-        roundoffs = [max(pass_.unit(), *pass_.roundoffs.values()) for pass_ in shadowed]
+        roundoffs = [max([pass_.unit(), *pass_.roundoffs.values()]) for pass_ in shadowed]
         noises = []
         for side, roundoff in zip((first, second), roundoffs, strict=True):
             if roundoff == max(roundoffs):

@@ -333,7 +333,11 @@ def _row(name: str, one: StoredWeight, other: StoredWeight) -> Row:
     }  # fmt: skip
     for weight in (one, other):
         if weight.layer is not None and row["adapter_times"] is None:
-            times = _difference(weight.added(), y.double() - x.double())["factor"]
+            added = weight.added()
+            times = _difference(added, y.double() - x.double())["factor"]
+            rest = _difference(x.double() + times * added, y.double())["change"]
+            if rest > ROUNDINGS * unit_of(dtype):  # other weights, with or without adapters
+                continue
             row["adapter_times"] = times
             if row["change"] <= ROUNDINGS * unit_of(dtype) and not _is_beyond(row):
                 row["differ"] = 0

@@ -112,7 +112,8 @@ class Fingerprints:
         """Add the first output of a module that has weights of its own."""
         if isinstance(output, (tuple, list)) and output:
             output = output[0]
-        is_first = is_eager() and not runs_backward()  # which may run a module again
+        # A backward pass may run a module again, and an evaluation is no part of the step.
+        is_first = is_eager() and torch.is_grad_enabled() and not runs_backward()
         if type(output) is Tensor and output.is_floating_point() and is_first:
             self.hooks.guard(self, self._add, "output", name, output.detach())
 

@@ -306,7 +306,8 @@ def _has_no_slope(op: Operation, results: list[Tensor]) -> bool:
     if op.name == "_to_copy":
         return not is_float(results[0])
     if op.name in ("clamp", "clamp_min", "clamp_max") and is_float(results[0]):
-        return not torch.allclose(results[0], op.operands[0], 2.0**-10, 0.0, equal_nan=True)
+        is_same = torch.allclose(results[0], op.operands[0], 2.0**-10, 0.0, equal_nan=True)
+        return not is_same and not op.is_backward
     return op.name in _TO_INTEGERS
 
 
