@@ -100,6 +100,10 @@ def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
     first = (run / "report.html").read_bytes()
     assert call("report", str(run)).exit_code == 0
     assert (run / "report.html").read_bytes() == first
+    quoting = b"mine " * 1000 + first
+    (run / "report.html").write_bytes(quoting)
+    assert call("report", str(run)).exit_code == 2
+    assert (run / "report.html").read_bytes() == quoting
     file_at(run / "report.html")
     assert call("report", str(run)).exit_code == 2
     assert (run / "report.html").read_text() == "mine"

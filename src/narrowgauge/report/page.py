@@ -5,12 +5,12 @@ tables equal the terminal's. Text of a run is escaped, so the name of a tensor i
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from html import escape
 from importlib import resources
-from itertools import chain
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from narrowgauge.report.figures import COLOURS, Line, figure
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, number
 from narrowgauge.runs.text import join_names, plural
-from narrowgauge.spec.tables import Table, is_number
+from narrowgauge.spec.tables import Row, Table, is_number
 
 ABOUT = {
     "Runs": "seed {config[seed]}; started {start[time]}; commit {start[commit]}",
@@ -36,7 +36,9 @@ ABOUT = {
 }
 """What the page begins with: phrases of settings. One of an absent setting is left out."""
 PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
-"""In every page that we write."""
+"""In the first bytes of every page that we write."""
+HEAD = 4096
+"""Bytes of a file in which the mark is sought: a text may quote it further on."""
 MOST_LINES = 20
 """Of more, only the means of the recipes are drawn."""
 CURVES = {name: column for name, column in (EVAL | STEP).items() if column.curve}
@@ -137,16 +139,23 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
         turn, place = divmod(order.index(label), len(COLOURS))
         colour = COLOURS[place]
         dash = "none" if turn == 0 else "5 3"
-        points: dict[str, list[tuple[int, float]]] = {}
-        for row in chain(run.steps, run.evals):
-            for name in row.keys() & CURVES:
-                value = number(row[name])
-                if value is not None:
-                    points.setdefault(name, []).append((row["step"], value))
-        for name, pairs in points.items():
-            steps, values = np.array(pairs, float).T
-            lines[name].append(Line(label, colour, seed_of(run), steps, values, dash=dash))
+        for rows, table in ((run.steps, STEP), (run.evals, EVAL)):
+            for name, (steps, values) in points_in(rows, CURVES.keys() & table.keys()).items():
+                lines[name].append(Line(label, colour, seed_of(run), steps, values, dash=dash))
     return lines
+
+
+def points_in(rows: Iterable[Row], names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return the steps and the values of each column that rows have, in one loop: a large file is
+    read anew by each.
+    """
+    pairs = {name: array("d") for name in names}
+    for row in rows:
+        for name, points in pairs.items():
+            value = number(row.get(name))
+            if value is not None:
+                points.extend((row["step"], value))
+    return {name: np.array(points).reshape(-1, 2).T for name, points in pairs.items() if points}
 
 
 def differences(lines: Sequence[Line], baseline: str | None) -> list[Line]:
