@@ -43,7 +43,7 @@ def draw(
 
     if not dtype.is_floating_point:
         bits = below(1 << 62) << 2 ^ below(1 << 62)
-        return bits.to(dtype)
+        return bits & 1 == 1 if dtype is torch.bool else bits.to(dtype)
     if not edges:
         return torch.randn(*shape, generator=generator).to(dtype)
     if dtype.itemsize == 1:

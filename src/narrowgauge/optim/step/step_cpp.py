@@ -105,9 +105,12 @@ def _code(field: Field, bit: int) -> str:
         return "Nothing"
     if not code.is_window:
         return f"Upper<{code.mantissa_bits}>"
-    kind = "0" + " | SIGNED" * code.signed + " | HELD" * code.hold + " | SCALED" * code.scaled
+    kinds = ["0"]
+    for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("SCALED", code.scaled)):
+        if is_set:
+            kinds.append(name)
     size = f"{code.exponent_bits}, {code.mantissa_bits}, {code.lowest}"
-    return f"Window<{size}, {kind}, {bit}, {_random_slice(field)}>"
+    return f"Window<{size}, {' | '.join(kinds)}, {bit}, {_random_slice(field)}>"
 
 
 def _random_slice(field: Field) -> str:
