@@ -31,7 +31,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_code_that_does_something_else_is_not_used(fault: str) -> None:
+def test_code_that_does_something_else_is_not_used(fault):
     """The function runs, with the right bits, and one warning says so."""
     call = Compiled(halved)
     call.run = FAULTS[fault](halved)
@@ -45,7 +45,7 @@ def test_code_that_does_something_else_is_not_used(fault: str) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_what_is_large_enough_is_compiled(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+def test_what_is_large_enough_is_compiled(monkeypatch, missing):
     monkeypatch.setattr(compile, "compiled", lambda _: lambda *arguments: "compiled")
     result = compile.call_compiled(compile.COMPILE_ELEMENTS - missing, halved, torch.ones(3))
     assert isinstance(result, str) == (missing == 0)
@@ -63,7 +63,7 @@ def of_equal_widths(x: Tensor, y: Tensor) -> Tensor:
     return x.view(len(x), 2, -1).sum(1) + y
 
 
-def test_one_function_serves_all_sizes() -> None:
+def test_one_function_serves_all_sizes():
     call = compiled(by_length)
     assert compiled(by_length) is call
     for rows, columns, has_y in ((50, 60, False), (5000, 7, False), (99, 3, True)):
@@ -76,13 +76,13 @@ def test_one_function_serves_all_sizes() -> None:
         assert torch.equal(z, expected_z)
 
 
-def test_sides_that_belong_together_are_compared_whole() -> None:
+def test_sides_that_belong_together_are_compared_whole():
     call = Compiled(of_equal_widths)
     call.run = of_equal_widths
     assert call.is_equal((torch.randn(4, 1000), torch.randn(4, 500)))
 
 
-def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised() -> None:
+def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised():
     def failing(*_: object) -> Tensor:
         raise error
 

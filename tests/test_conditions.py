@@ -9,14 +9,14 @@ evidence = script_module("docs/evidence.py")
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_a_run_writes_the_digests_that_the_pages_compare() -> None:
+def test_a_run_writes_the_digests_that_the_pages_compare():
     conditions = benchmark_module("_conditions")
     for row in ("word random", "float8-row/word", "published/coat", "autocast"):
         for name in conditions.named(row):
             assert conditions.digest(name) == evidence.digest(name) != "gone"
 
 
-def test_another_text_is_refused() -> None:
+def test_another_text_is_refused():
     starts = benchmark_module("_starts")
     starts.expect_pinned("llama-8m", starts.PINNED["llama-8m"])
     with pytest.raises(NarrowgaugeError, match="its text is another, not "):

@@ -120,7 +120,7 @@ def entered(make: Callable[..., Any], arguments: tuple[Any, ...], raises: bool) 
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_context_leaves_nothing_behind(raises: bool) -> None:
+def test_a_context_leaves_nothing_behind(raises):
     assert len(contexts()) >= 5
     faults = []
     for name, make in contexts().items():

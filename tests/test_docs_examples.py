@@ -46,9 +46,7 @@ EXAMPLES = [(page, number) for page in PAGES for number in range(len(examples(pa
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.audit.UpdateLossWarning")
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
-def test_every_example_runs_alone(
-    page: str, number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_example_runs_alone(page, number, capsys):
     example, prose, expected = examples(page)[number]
     exec(compile(example, f"{page}, example {number}", "exec"), {"__name__": "__main__"})
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -59,7 +57,7 @@ def test_every_example_runs_alone(
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- session: " in text_of(page)])
-def test_sessions_print_what_the_page_says(page: str, tmp_path: Path) -> None:
+def test_sessions_print_what_the_page_says(page, tmp_path):
     sessions = script_module("docs/sessions.py")
     with sessions.checkout(tmp_path):
         for session in sessions.sessions(DOCS / page):
@@ -74,7 +72,7 @@ COMMAND = re.compile(r"^(?:torchrun .*-m )?narrowgauge ([^#\n]*)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page_parse(page: str) -> None:
+def test_commands_of_a_page_parse(page):
     """Every ``narrowgauge`` command in a block names a command and flags that exist."""
     for block in BLOCK.findall(text_of(page)):
         for line in COMMAND.findall(block.replace("\\\n", "")):
@@ -90,7 +88,7 @@ def test_commands_of_a_page_parse(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["../RESULTS.md", "../CLAIMS.md", *PAGES])
-def test_a_figure_s_command_exists(page: str) -> None:
+def test_a_figure_s_command_exists(page):
     """A benchmark, a test or a ``./dev`` command that a page names is in the checkout."""
     text = text_of(page)
     root = DOCS.parent

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,14 @@ MARGIN = 1.0
 
 
 @pytest.mark.parametrize("page", evidence.pages(), ids=lambda page: page.name)
-def test_a_page_holds_the_figures_of_the_evidence(page: Path) -> None:
+def test_a_page_holds_the_figures_of_the_evidence(page):
     text = page.read_text(encoding="utf-8")
     assert evidence.filled(text) == text, "run python docs/evidence.py"
     by_hand = CODE.sub("", evidence.CITATION.sub("", text))
     assert not re.search(r"\d ± ?\d", by_hand), "cite an interval"
 
 
-def test_every_row_says_how_it_was_measured() -> None:
+def test_every_row_says_how_it_was_measured():
     """A page beside RESULTS cites each figure, but for misses."""
     results = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     cited = set(re.findall(r'key = "(.+?)"', TABLES))
@@ -46,7 +45,7 @@ def test_every_row_says_how_it_was_measured() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_every_baseline_of_the_board_learned() -> None:
+def test_every_baseline_of_the_board_learned():
     runs = evidence.lines_of("benchmarks/trainings.jsonl")
     for row in ("master", "word"):
         baselines = evidence.chosen(runs, {"setting": "llama-1m", "row": row})
@@ -59,7 +58,7 @@ def run_of(row: str, seed: int, loss: float, **changed: Any) -> dict[str, Any]:
     return {"row": row, "seed": seed, "loss": loss, "text": "A", "processor": "AVX2", **changed}
 
 
-def test_all_pairs_of_one_seed_and_machine_count() -> None:
+def test_all_pairs_of_one_seed_and_machine_count():
     masters = [run_of("master", 0, 4.0), run_of("master", 1, 5.0)]
     masters.append(run_of("master", 1, 6.0, processor="AVX512"))
     naives = [run_of("naive", 0, 4.5), run_of("naive", 1, 5.5), run_of("naive", 3, 9.0)]
@@ -71,7 +70,7 @@ def test_all_pairs_of_one_seed_and_machine_count() -> None:
     assert evidence.differences(both) == [0.5, 1.0]
 
 
-def test_two_texts_are_never_pooled() -> None:
+def test_two_texts_are_never_pooled():
     """A seed is a sample of one text; a cell shows the text with the most seeds, the newest of
     these.
     """
@@ -85,7 +84,7 @@ def test_two_texts_are_never_pooled() -> None:
     assert {run["text"] for run in evidence.of_one_text(words)} == {"B"}
 
 
-def test_pairs_agree_in_the_digests_of_the_baseline_and_a_share_is_of_today() -> None:
+def test_pairs_agree_in_the_digests_of_the_baseline_and_a_share_is_of_today():
     today = {"word": {"steps: adamw word": evidence.digest("steps: adamw word")}, "master": {}}
     older = {
         "word": {"steps: adamw word": "other bits"},
@@ -112,7 +111,7 @@ def test_pairs_agree_in_the_digests_of_the_baseline_and_a_share_is_of_today() ->
         (math.nan, 12, "diverged, not shown to be within ± 0.01"),
     ],
 )
-def test_equivalence_is_two_one_sided_tests(scale: float, seeds: int, text: str) -> None:
+def test_equivalence_is_two_one_sided_tests(scale, seeds, text):
     """Student's t of 90 % is 2.3534 with 3 degrees of freedom, and 1.7959 with 11."""
     words = [run_of("word", seed, scale * (seed % 4 - 1)) for seed in range(seeds)]
     masters = [run_of("master", seed, 0.0) for seed in range(12)]
@@ -133,5 +132,5 @@ def test_equivalence_is_two_one_sided_tests(scale: float, seeds: int, text: str)
         ([1.0, float("inf")], "diverged"),
     ],
 )
-def test_an_interval_is_student_s(values: list[float], text: str) -> None:
+def test_an_interval_is_student_s(values, text):
     assert evidence.interval(values) == text

@@ -43,7 +43,7 @@ def lines_of(name: str, capfd: pytest.CaptureFixture[str], *words: str) -> list[
 
 
 @pytest.mark.parametrize("name", LAST_LINES)
-def test_an_example_ends_as_promised(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_example_ends_as_promised(name, capfd):
     words = ["mine"] if name == "recorded_loop" else []
     lines = lines_of(name, capfd, *words)
     assert re.fullmatch((LAST_LINES | IN_FRAMEWORKS)[name], lines[-1]), lines
@@ -51,14 +51,14 @@ def test_an_example_ends_as_promised(name: str, capfd: pytest.CaptureFixture[str
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("name", IN_FRAMEWORKS)
-def test_an_example_in_a_framework(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_example_in_a_framework(name, capfd):
     test_an_example_ends_as_promised(name, capfd)
 
 
 def test_fine_tune_prints_both_losses(
-    place: Path,  # noqa: F811
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    place,  # noqa: F811
+    capfd,
+):
     Path("text.txt").write_text("the quick brown fox jumps over a lazy dog and sleeps. " * 400)
     config = AutoConfig.from_pretrained(place / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained("model")
@@ -71,9 +71,9 @@ def test_fine_tune_prints_both_losses(
 
 
 def test_first_minute_compares_three_recipes(
-    place: Path,  # noqa: F811
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    place,  # noqa: F811
+    capfd,
+):
     data = f"--model {place / 'model'} --data {place / 'tokens'} --out here"
     printed = lines_of("first_minute", capfd, *f"{FIRST_MINUTE} {data}".split())
     rows = json.loads(Path("here/compare.json").read_text())

@@ -80,7 +80,7 @@ def trained(recipe: str) -> list[float]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
+def test_a_curve_is_as_recorded(recipe, update_golden):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about emulation
         losses = trained(recipe)

@@ -11,7 +11,7 @@ from golden_steps import read, sections, write
 STEPS = Path(__file__).parent / "golden" / "steps.toml"
 
 
-def test_the_bits_are_as_recorded(update_golden: bool) -> None:
+def test_the_bits_are_as_recorded(update_golden):
     computed = sections()
     if update_golden:
         write(STEPS, computed)

@@ -7,13 +7,13 @@ from script_modules import benchmark_module
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_script_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_script_ends_with_status_2(capsys):
     assert benchmark_module("gpu").main([]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_the_rehearsal_has_each_row_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rehearsal_has_each_row_of_ours(monkeypatch):
     """A row that fails is left out."""
     gpu = benchmark_module("gpu")
     speed = benchmark_module("speed")

@@ -47,7 +47,7 @@ def imports():
     return result
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     """And each exception is needed, by a package below or by another exception."""
     faults = []
     needed = set()
@@ -73,7 +73,7 @@ def room_of(module: str) -> str:
     return ".".join(folders[:2])
 
 
-def test_imports_between_the_rooms_of_a_package_point_one_way() -> None:
+def test_imports_between_the_rooms_of_a_package_point_one_way():
     """A room is a folder of a package, or the files beside its folders."""
     graph = defaultdict[str, set[str]](set)
     for module, names in imports().items():
@@ -84,7 +84,7 @@ def test_imports_between_the_rooms_of_a_package_point_one_way() -> None:
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_the_picture_of_the_packages_is_drawn_from_the_imports(update_golden: bool) -> None:
+def test_the_picture_of_the_packages_is_drawn_from_the_imports(update_golden):
     """Without an arrow where others lead to the same package."""
     graph = networkx.DiGraph()
     for module, names in imports().items():
@@ -107,7 +107,7 @@ def test_the_picture_of_the_packages_is_drawn_from_the_imports(update_golden: bo
     assert drawn == text, "run ./dev test -n0 --update-golden"
 
 
-def test_no_two_files_import_each_other() -> None:
+def test_no_two_files_import_each_other():
     """Also inside functions: a circle is read as one file."""
     graph = {}
     for module, names in imports().items():
@@ -129,7 +129,7 @@ for name in {modules}:
 """
 
 
-def test_tables_records_and_command_line_load_no_torch_in_fact() -> None:
+def test_tables_records_and_command_line_load_no_torch_in_fact():
     modules = []
     for module in imports():
         is_light = module.partition(".")[0] in ("spec", "runs", "planner", "report", "cli")
@@ -150,7 +150,7 @@ ABOUT_THEM = ("integrations", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
 
-def test_no_other_module_imports_what_takes_seconds() -> None:
+def test_no_other_module_imports_what_takes_seconds():
     """In one process, so that a module also pays for what it imports."""
     modules = []
     for module in imports():
@@ -159,12 +159,12 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
     in_a_new_process(LOAD.format(modules=modules, forbidden=EXPENSIVE))
 
 
-def test_nothing_acts_at_the_interpreter_s_exit() -> None:
+def test_nothing_acts_at_the_interpreter_s_exit():
     """A process group ends in the context that made it."""
     assert [module for module, names in imports().items() if "atexit" in names] == []
 
 
-def test_scripts_import_names_that_exist() -> None:
+def test_scripts_import_names_that_exist():
     """Names that benchmarks and examples import from the package are there, which no other test of
     a benchmark that needs a GPU, a model or hours would see.
     """

@@ -21,7 +21,7 @@ HEAD = "# Hashes of what operations give on fixed numbers, with one thread, by k
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_kind_of_processor_has_the_recorded_arithmetic(update_golden: bool) -> None:
+def test_a_kind_of_processor_has_the_recorded_arithmetic(update_golden):
     results = json.loads(CliRunner().invoke(main, ["show", "arithmetic"]).stdout)["arithmetic"]
     key = re.sub(r", transformers .*", "", machine_key())
     recorded = load_toml(MACHINES.read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ OFFERED = {
 }
 
 
-def test_there_are_few_names_and_each_is_offered_once() -> None:
+def test_there_are_few_names_and_each_is_offered_once():
     names = []
     for offered in OFFERED.values():
         names.extend(offered)
@@ -44,7 +44,7 @@ def test_there_are_few_names_and_each_is_offered_once() -> None:
 
 
 @pytest.mark.parametrize("package", OFFERED)
-def test_each_name_loads_on_first_use_from_its_home_with_a_docstring(package: str) -> None:
+def test_each_name_loads_on_first_use_from_its_home_with_a_docstring(package):
     module = import_module(package)
     folder = SOURCE.joinpath(*package.split(".")[1:])
     for name, home in OFFERED[package].items():
@@ -59,7 +59,7 @@ def test_each_name_loads_on_first_use_from_its_home_with_a_docstring(package: st
             assert thing.__doc__ and thing.__doc__.partition("\n\n")[0].rstrip().endswith(".")
 
 
-def test_the_package_loads_nothing_before_it_is_asked() -> None:
+def test_the_package_loads_nothing_before_it_is_asked():
     code = "import sys, narrowgauge; print([name for name in sys.modules if name.startswith('narrowgauge.')])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

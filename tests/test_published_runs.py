@@ -17,7 +17,7 @@ def published() -> Any:
     return benchmark_module("published_runs")
 
 
-def test_runs_in_view_asked_by_name_are_planned_as_documented(published: Any) -> None:
+def test_runs_in_view_asked_by_name_are_planned_as_documented(published):
     facts = list(published.facts_of(published.load(held_out=False)))
     speeds = [fact for fact in facts if fact.what == "speed"]
     assert len(speeds) == 152
@@ -36,7 +36,7 @@ def test_runs_in_view_asked_by_name_are_planned_as_documented(published: Any) ->
         assert published.ends_of(chosen) == pytest.approx(ERRORS["speed"][kind]["ends"], abs=2e-3)
 
 
-def test_the_memory_of_stated_layouts_is_planned_as_documented(published: Any) -> None:
+def test_the_memory_of_stated_layouts_is_planned_as_documented(published):
     """All runs ran. Printed peaks are what the allocator reserved."""
     rows = [row for row in published.load(held_out=False, stated=True) if len(row["fact"]) > 1]
     facts = published.facts_of(rows)

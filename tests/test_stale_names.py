@@ -31,7 +31,7 @@ def parts(path: Path):
     return {path.stem, *re.findall(r"\w+", ast.unparse(tree))}, prose
 
 
-def test_names_that_prose_mentions_exist() -> None:
+def test_names_that_prose_mentions_exist():
     known = {*dir(torch), *dir(torch.nn), *dir(torch.Tensor), *dir(torch.optim)}
     for path in (*SOURCE.rglob("*.toml"), *SOURCE.rglob("*.h")):
         known |= {path.stem, *re.findall(r"\w+", path.read_text(encoding="utf-8"))}

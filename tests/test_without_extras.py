@@ -29,7 +29,7 @@ def run(code: str, *words: str, folder: Path = ROOT) -> subprocess.CompletedProc
 COMMAND = "from narrowgauge.cli.main import main\nmain()\n"
 
 
-def test_the_readmes_example_comparisons_and_narrow_layers_need_no_extra() -> None:
+def test_the_readmes_example_comparisons_and_narrow_layers_need_no_extra():
     example = re.search(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
@@ -47,7 +47,7 @@ print(ng.compare(train, ["float8-row/word", "bfloat16/exact"]).baseline)
     assert done.stdout.splitlines()[-1] in ("float8-row/word", "bfloat16/exact")
 
 
-def test_tables_and_plans_need_no_extra() -> None:
+def test_tables_and_plans_need_no_extra():
     for line in (
         "show recipe bfloat16/word",
         "plan run --model llama-8b --chip H100-SXM --chips 8",
@@ -57,7 +57,7 @@ def test_tables_and_plans_need_no_extra() -> None:
         assert done.returncode == 0 and done.stdout, done.stderr
 
 
-def test_a_missing_package_is_asked_for_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_package_is_asked_for_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     for line in (
         "train",

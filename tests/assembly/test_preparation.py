@@ -36,7 +36,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "recipe", [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
 )
-def test_tails_come_from_the_float32_weights(recipe: str) -> None:
+def test_tails_come_from_the_float32_weights(recipe):
     """As those of an optimizer that is given float32 weights, whose codes tests/optim judges."""
     model = llama()
     twin = llama()
@@ -54,7 +54,7 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
     [("float32", "float32"), ("bfloat16/word", "bfloat16"), ("bf16-mixed", "bfloat16"), ("fp16/stochastic", "float16"),
      ("fp16-mixed", "float16")],
 )  # fmt: skip
-def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
+def test_matmuls_run_in_the_recipes_compute(recipe, dtype):
     model, _ = ng.prepare(llama(), recipe)
     seen = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
@@ -63,7 +63,7 @@ def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
     assert [logits.dtype, *seen] == [getattr(torch, dtype)] * 2
 
 
-def test_a_prepared_model_is_traced_whole() -> None:
+def test_a_prepared_model_is_traced_whole():
     model, _ = ng.prepare(llama(tie_word_embeddings=False), "bfloat16/word")
     traced = torch.compile(model, backend="eager", fullgraph=True)
     eager, traced_logits = (
@@ -73,7 +73,7 @@ def test_a_prepared_model_is_traced_whole() -> None:
     assert model.eval().generate(TOKENS[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
-def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
+def test_all_parameters_are_decayed_or_those_that_are_chosen():
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3, optimizer=matrices_decay)
@@ -82,7 +82,7 @@ def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
 
 
-def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter() -> None:
+def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter():
     def head_apart(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
         head = [pair for pair in named if pair[0].startswith("head")]
         rest = [pair for pair in named if not pair[0].startswith("head")]
@@ -99,7 +99,7 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         ng.prepare(net(), "bfloat16/word", storage="exact")
 
 
-def test_what_is_frozen_or_left_out_is_cut_and_left_alone() -> None:
+def test_what_is_frozen_or_left_out_is_cut_and_left_alone():
     def weights(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
         return ng.SGD([pair for pair in named if "weight" in pair[0]], **options)
 
@@ -114,7 +114,7 @@ def test_what_is_frozen_or_left_out_is_cut_and_left_alone() -> None:
         assert is_cut != (name in ("inner.weight", "norm.weight"))
 
 
-def test_weights_on_one_memory_are_refused_before_they_are_rounded_apart() -> None:
+def test_weights_on_one_memory_are_refused_before_they_are_rounded_apart():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data = model[0].weight.data
     with pytest.raises(RecipeError, match="another parameter has its memory"):
@@ -122,7 +122,7 @@ def test_weights_on_one_memory_are_refused_before_they_are_rounded_apart() -> No
     assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
 
 
-def test_batch_norm_computes_with_the_models_format() -> None:
+def test_batch_norm_computes_with_the_models_format():
     model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), compile=False)
     y = model(torch.randn(4, 8).bfloat16())
     assert y.dtype is model[1].running_mean.dtype is torch.bfloat16
@@ -136,7 +136,7 @@ def test_batch_norm_computes_with_the_models_format() -> None:
         {"recipe": "float32/word"},
     ],
 )
-def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
+def test_a_refused_model_is_unchanged(wrong):
     model = net()
     before = values(model)
     kinds = [type(module) for module in model.modules()]
@@ -148,7 +148,7 @@ def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier-codes/word"])
-def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
+def test_the_state_of_a_prepared_model_is_the_plain_models(recipe):
     """What others load has no name that they do not know."""
     assert list(ng.prepare(net(), recipe)[0].state_dict()) == list(net().state_dict())
 
@@ -183,9 +183,7 @@ VERBS = {
         ("reduce_gradients_with", "prepare exact sums", True),
     ],
 )
-def test_a_second_verb_changes_nothing_or_is_refused_in_one_line(
-    first: str, second: str, is_refused: bool
-) -> None:
+def test_a_second_verb_changes_nothing_or_is_refused_in_one_line(first, second, is_refused):
     model = net()
     VERBS[first](model)
     x = torch.ones(2, 6, dtype=next(model.parameters()).dtype)

@@ -25,24 +25,24 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     return stand_in
 
 
-def test_flags_that_were_named_are_passed_on(train: Mock) -> None:
+def test_flags_that_were_named_are_passed_on(train):
     result = call("train", "--data", "tokens", "--steps", "9")
     assert result.exit_code == 0, result.stderr
     assert train.call_args.args == ({"data": "tokens", "steps": 9},)
 
 
-def test_an_interruption_is_a_line(train: Mock) -> None:
+def test_an_interruption_is_a_line(train):
     train.side_effect = KeyboardInterrupt
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (130, "\nInterrupted: the command was stopped.\n")
 
 
-def test_a_fault_of_ours_is_not_hidden(train: Mock) -> None:
+def test_a_fault_of_ours_is_not_hidden(train):
     train.side_effect = ZeroDivisionError
     assert isinstance(call("train", "--data", "tokens").exception, ZeroDivisionError)
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_reader_that_leaves_early_is_no_error():
     command = [sys.executable, "-m", "narrowgauge", "show", "chips", "--json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
@@ -54,7 +54,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 SHORT = ["--steps", "1", "--batch-size", "1", "--sequence-length", "8", "--eval-sequences", "1"]
 
 
-def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_help_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("a text. " * 400)
     log = {"log_history": [{"step": step, "loss": 2.0} for step in (1, 2)]}

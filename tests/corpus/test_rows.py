@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def is_at(row: Row, reading: Reading) -> bool:
 
 
 @pytest.mark.parametrize("row", [*FAULTS, *HEALTHY, *PROGRAMS], ids=lambda row: row.name)
-def test_a_row_is_read_as_the_table_says(row: Row, tmp_path: Path) -> None:
+def test_a_row_is_read_as_the_table_says(row, tmp_path):
     told = []
     for column in row.asked:
         result = COLUMNS[column](row, tmp_path / "run")
@@ -40,7 +39,7 @@ def test_a_row_is_read_as_the_table_says(row: Row, tmp_path: Path) -> None:
     assert any(is_at(row, reading) for reading in told) or not (told or row.tensor), told
 
 
-def test_each_kind_of_the_check_has_a_fault_that_it_reads() -> None:
+def test_each_kind_of_the_check_has_a_fault_that_it_reads():
     by_check = {name for name, kind in KINDS.items() if kind.by.startswith("ng.check")}
     read = set()
     for row in (*FAULTS, *PROGRAMS):

@@ -8,7 +8,7 @@ from torch import nn
 import narrowgauge as ng
 
 
-def test_a_model_that_is_gone_leaves_no_reduction() -> None:
+def test_a_model_that_is_gone_leaves_no_reduction():
     model = nn.Linear(2, 2)
     reduction = weakref.ref(ng.reduce_gradients_with(model, "reproducible"))
     gc.collect()

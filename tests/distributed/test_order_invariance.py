@@ -3,7 +3,6 @@ happens, and nothing else.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +44,8 @@ DRAWS = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_micro_batch_that_draws_random_numbers_is_refused(
-    draw: Callable[[Tensor], Tensor],
-) -> None:
+    draw,
+):
     model = Drawing(draw)
     reduction = ng.reduce_gradients_with(model, "reproducible")
     with (
@@ -56,7 +55,7 @@ def test_a_micro_batch_that_draws_random_numbers_is_refused(
         model(torch.ones(2, 8)).sum().backward()
 
 
-def test_passes_outside_micro_batch_are_refused() -> None:
+def test_passes_outside_micro_batch_are_refused():
     layer = Drawing()
     reduction = ng.reduce_gradients_with(layer, "reproducible")
     x = torch.ones(2, 8)
@@ -90,8 +89,8 @@ HEALTHY = {
 
 @pytest.mark.parametrize("draw", HEALTHY.values(), ids=HEALTHY)
 def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(
-    draw: Callable[[Tensor], Tensor],
-) -> None:
+    draw,
+):
     model = Drawing(draw)
     plain = Drawing(draw)
     plain.load_state_dict(model.state_dict())
@@ -164,7 +163,7 @@ def left_out() -> str:
     return refusal(skip)
 
 
-def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> None:
+def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path):
     for size in (1, 2):
         for twice, *unsent_messages, skipped in run_ranks(unsent, size, tmp_path / str(size)):
             if size > 1:
@@ -190,6 +189,6 @@ def uneven(rank: int) -> str:
     return ""
 
 
-def test_ranks_with_unequal_numbers_of_micro_batches_are_refused_on_all(tmp_path: Path) -> None:
+def test_ranks_with_unequal_numbers_of_micro_batches_are_refused_on_all(tmp_path):
     for rank, message in enumerate(run_ranks(uneven, 2, tmp_path)):
         assert f"of micro-batch 2 of rank {rank} because" in message

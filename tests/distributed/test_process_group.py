@@ -1,7 +1,6 @@
 """Commands on the ranks of torchrun: as real processes, and what is refused before they start."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +21,7 @@ from trainer.tiny_runs import call
         ),
     ],
 )
-def test_rank_0_prints_the_error(
-    words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_prints_the_error(words, line, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", line), ("1", "")):
         monkeypatch.setenv("RANK", rank)
@@ -43,13 +40,13 @@ def other_settings(rank: int) -> list[str]:
     return messages
 
 
-def test_ranks_with_other_settings_are_refused_on_all(tmp_path: Path) -> None:
+def test_ranks_with_other_settings_are_refused_on_all(tmp_path):
     for number, seed in run_ranks(other_settings, 2, tmp_path):
         assert number == "Cannot train: rank 1 has lr = 1.1, and rank 0 has 0.1."
         assert seed == "Cannot train: rank 1 has seed = 1, and rank 0 has None."
 
 
-def test_an_order_invariant_run_takes_one_thread() -> None:
+def test_an_order_invariant_run_takes_one_thread():
     before = torch.get_num_threads()
     seen = []
     torch.set_num_threads(2)
@@ -61,7 +58,7 @@ def test_an_order_invariant_run_takes_one_thread() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_shows_warnings(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_alone_shows_warnings(rank, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
     for name in ("init_process_group", "barrier", "destroy_process_group"):

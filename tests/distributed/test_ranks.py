@@ -1,6 +1,5 @@
 """How ranks ask each other: what one learns or fails at, all do."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(ask_and_fail, 2, tmp_path_factory.mktemp("two"))
 
 
-def test_ranks_learn_the_same(two_ranks: list[Any]) -> None:
+def test_ranks_learn_the_same(two_ranks):
     for rank, (answers, _) in enumerate(two_ranks):
         shared = [[{"rank": 0}, {"rank": 1}], 15, 0, "of rank 0", f"of rank {rank}"]
         assert answers == shared
@@ -63,8 +62,8 @@ def fail(rank: int) -> list[str]:
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_a_bug_is_told_where_it_is(
-    two_ranks: list[Any],
-) -> None:
+    two_ranks,
+):
     first, second = (raised for _, raised in two_ranks)
     reported = f"ReportedError {ReportedError()}"
     refusals = [f"RankError refused on rank {rank}. Do not." for rank in (0, 1)]
@@ -86,7 +85,7 @@ def interrupt(rank: int) -> list[str]:
     return raised
 
 
-def test_nobody_waits_for_a_rank_that_is_interrupted_and_it_ends_itself(tmp_path: Path) -> None:
+def test_nobody_waits_for_a_rank_that_is_interrupted_and_it_ends_itself(tmp_path):
     ends = run_ranks(interrupt, 2, tmp_path)
     assert ends == [
         ["KeyboardInterrupt", "ZeroDivisionError"],

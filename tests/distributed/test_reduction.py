@@ -59,7 +59,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
-def test_every_reduction_has_its_figures() -> None:
+def test_every_reduction_has_its_figures():
     figures = {}
     for name, row in REDUCTIONS.items():
         figures[name] = (
@@ -121,8 +121,8 @@ def other_experts(rank: int) -> str:
 
 
 def test_what_ranks_cannot_sum_is_refused_on_each_before_it_is_sent(
-    four_ranks: list[dict[str, Any]],
-) -> None:
+    four_ranks,
+):
     for result in four_ranks:
         assert "a sharded parameter of a group got none" in result["other experts"]
         assert "Give the model that it wraps" in result["in ddp"]
@@ -133,7 +133,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory):
     return run_ranks(on_four, 4, tmp_path_factory.mktemp("four"))
 
 
-def test_every_kind_of_model_gets_the_sum_or_the_average(four_ranks: list[dict[str, Any]]) -> None:
+def test_every_kind_of_model_gets_the_sum_or_the_average(four_ranks):
     average = {name: total / 4 for name, total in expected(range(4)).items()}
     for result_of_rank in four_ranks:
         results = result_of_rank["kinds"]
@@ -154,8 +154,8 @@ def in_float32(rank: int) -> dict[str, Tensor]:
 
 
 def test_ranks_without_a_gradient_send_zeros_in_its_format(
-    four_ranks: list[dict[str, Any]],
-) -> None:
+    four_ranks,
+):
     for result in four_ranks:
         assert {value.dtype for value in result["float32"].values()} == {torch.float32}
         assert_close(result["float32"], expected(range(1)), 1e-2)
@@ -177,8 +177,8 @@ def restored(rank: int):
 
 
 def test_a_closed_reduction_leaves_fsdp_as_it_was(
-    four_ranks: list[dict[str, Any]],
-) -> None:
+    four_ranks,
+):
     for result in four_ranks:
         results = result["restored"]
         for plain, closed in zip(results[:2], results[2:], strict=True):
@@ -215,8 +215,8 @@ def refusal() -> str:
 
 
 def test_shards_that_were_replaced_are_summed_and_others_refused(
-    four_ranks: list[dict[str, Any]],
-) -> None:
+    four_ranks,
+):
     """Once parameters that FSDP2 did not know yet were taken for whole ones, shards of different
     elements were added up.
     """
@@ -226,7 +226,7 @@ def test_shards_that_were_replaced_are_summed_and_others_refused(
         assert "Cannot sum the gradient of 'extra'" in result["refusal"]
 
 
-def test_a_failure_discards_the_step() -> None:
+def test_a_failure_discards_the_step():
     model = Leaf()
     reduction = ng.reduce_gradients_with(model, "reproducible")
     with reduction.micro_batch(is_last=False):
@@ -237,7 +237,7 @@ def test_a_failure_discards_the_step() -> None:
     assert_close(all_gradients(model), expected(range(2)), 1e-6)
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_what_cannot_be_done_is_refused():
     model = Leaf()
     with pytest.raises(RecipeError, match=r"by 'float32'.*fully_shard"):
         ng.reduce_gradients_with(model, "float32")
@@ -259,7 +259,7 @@ def test_what_cannot_be_done_is_refused() -> None:
         pass
 
 
-def test_a_parameter_that_nobody_sums_is_refused() -> None:
+def test_a_parameter_that_nobody_sums_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     reduction = ng.reduce_gradients_with(model, "reproducible")
@@ -268,7 +268,7 @@ def test_a_parameter_that_nobody_sums_is_refused() -> None:
         pass
 
 
-def test_a_closed_reduction_is_refused_and_gives_way_to_another() -> None:
+def test_a_closed_reduction_is_refused_and_gives_way_to_another():
     model = nn.Linear(2, 2, bias=False)
     first = ng.reduce_gradients_with(model, "reproducible", average=False)
     first.close()

@@ -5,7 +5,6 @@ Every rank has the same data, so that an average over ranks is exact.
 """
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +103,7 @@ def refusals(mesh: Any) -> dict[str, str]:
     return messages
 
 
-def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread: None) -> None:
+def test_a_sharded_model_is_the_model_of_one_process(tmp_path, one_thread):
     expected = {case: learn(*prepared(case)) for case in RECIPES}
     expected |= dict.fromkeys(
         ("offload", "unequal"), expected["word"]
@@ -150,7 +149,7 @@ def on_a_part(rank: int) -> str:
     return print_of(model, optimizer)
 
 
-def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -> None:
+def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path):
     first, second, outside = run_ranks(on_a_part, 3, tmp_path)
     assert first == second
     assert "on this rank because the mesh has only ranks [0, 1]" in outside

@@ -310,7 +310,7 @@ def of_one_process(way: str, case: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_split_over_ranks(way: str, results: Results) -> None:
+def test_split_over_ranks(way, results):
     members = [result for result in results if (way, WAYS[way][0]) in result]
     assert len(members) == (2 if way.startswith("two") else NUM_RANKS)
     for result in members:
@@ -318,23 +318,23 @@ def test_split_over_ranks(way: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize("storage", WAYS["start"])
-def test_a_vector_of_one_value_gets_low_bits_and_one_of_signs_none(storage: str) -> None:
+def test_a_vector_of_one_value_gets_low_bits_and_one_of_signs_none(storage):
     stored = of_one_process("start", storage)
     assert stored["signs"] == digest(values_at_the_start()["signs"])
     assert stored["one value"] != digest(torch.full((10,), 0.1).bfloat16().float())
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    results: Results,
-) -> None:
+    results,
+):
     for result in results:
         state, num_skipped = result["fsdp2", "overflow"]
         assert num_skipped == 1 and state == of_one_process("fsdp2", "word")
 
 
 def test_other_seeds_on_other_ranks_are_refused_at_the_first_step(
-    results: Results,
-) -> None:
+    results,
+):
     """The first rank to step goes on. Whoever has another seed does not."""
     refusals = [result["fsdp2", "seeds"] for result in results]
     for way in refusals[0]:

@@ -128,7 +128,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_every_storage(way: Callable[[str], dict[str, str]]) -> None:
+def test_every_storage(way):
     different = []
     for storage in STORAGES:
         result = way(storage)
@@ -137,7 +137,7 @@ def test_every_storage(way: Callable[[str], dict[str, str]]) -> None:
     assert different == []
 
 
-def test_exact_is_master_to_the_bit() -> None:
+def test_exact_is_master_to_the_bit():
     """In each step, and from the random low bits that both begin with."""
     histories = []
     for storage in ("exact", "master"):
@@ -156,7 +156,7 @@ def mask_of(p: Tensor) -> Tensor:
     return torch.arange(p.numel()).view(p.shape) % 3 > 0
 
 
-def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
+def test_a_mask_in_each_step_leaves_the_other_weights():
     different = []
     for storage in STORAGES:
         training = start(storage)
@@ -177,7 +177,7 @@ def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.9, None])
-def test_an_average_is_of_what_is_stored(decay: float | None) -> None:
+def test_an_average_is_of_what_is_stored(decay):
     """Without a decay each step counts alike."""
     different = []
     for storage in STORAGES:
@@ -199,7 +199,7 @@ def test_an_average_is_of_what_is_stored(decay: float | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:Rounded")
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_copy_rounds_no_weight(is_frozen: bool) -> None:
+def test_a_copy_rounds_no_weight(is_frozen):
     """Of a group in float32, or frozen until the optimizer was made."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     first, second = ({"params": layer.parameters()} for layer in model)

@@ -29,7 +29,7 @@ CASES = [*itertools.product(ALONE, RECIPES), *(("resumed", recipe) for recipe in
 
 
 @pytest.mark.parametrize(("way", "recipe"), CASES)
-def test_one_process(way: str, recipe: str) -> None:
+def test_one_process(way, recipe):
     assert ALONE[way](recipe) == plain(recipe)
 
 
@@ -49,7 +49,7 @@ def results(folder: Path) -> list[Fingerprints]:
     ("way", "recipe"),
     [(way, recipe) for way, recipes in ranks.RECIPES_OF.items() for recipe in recipes],
 )
-def test_ranks(way: str, recipe: str, results: list[Fingerprints]) -> None:
+def test_ranks(way, recipe, results):
     on_each_rank = []
     for result in results:
         if (way, recipe) in result:
@@ -58,12 +58,12 @@ def test_ranks(way: str, recipe: str, results: list[Fingerprints]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ranks.BY_CALLER)
-def test_shards_of_the_caller(recipe: str, results: list[Fingerprints]) -> None:
+def test_shards_of_the_caller(recipe, results):
     for result in results[:2]:
         assert result["by_caller", recipe] == ranks.by_caller(recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("results")
-def test_resumed_on_one_rank(recipe: str, folder: Path) -> None:
+def test_resumed_on_one_rank(recipe, folder):
     assert ranks.resumed_on_one(recipe, folder) == on_one_rank(recipe)

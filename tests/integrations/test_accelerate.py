@@ -4,7 +4,6 @@ two.
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import accelerate
 import pytest
@@ -86,7 +85,7 @@ def of_two(rank: int, kind: str, recipe: str, folder: str):
 @pytest.mark.parametrize(
     "recipe", ["bfloat16/compact", "float8-tensor/word"]
 )  # scales of rows, and of a tensor
-def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str) -> None:
+def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path, recipe):
     of_kind = {}
     for kind in ("DDP", "FSDP2"):
         results = run_ranks(

@@ -70,7 +70,7 @@ def on_a_rank(rank: int, stage: int, folder: Path):
 
 
 @pytest.mark.parametrize("stage", LARGEST_BYTES)
-def test_zero_steps_by_the_storage_and_resumes(stage: int, tmp_path: Path) -> None:
+def test_zero_steps_by_the_storage_and_resumes(stage, tmp_path):
     pytest.importorskip("deepspeed")
     ((rest, resumed, num_bytes),) = run_ranks(on_a_rank, 1, tmp_path, stage, tmp_path)
     assert rest == resumed

@@ -42,7 +42,7 @@ def history(trainer: Any, name: str) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def test_losses_and_weights_are_those_of_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_losses_and_weights_are_those_of_a_loop_of_ones_own(tmp_path):
     # The Trainer sorts parameters without names, so their random low bits would be others.
     options = {"storage": "word", "max_grad_norm": 1.0, "low_bits": "zero"}
     compute = "float8-tensor"
@@ -59,7 +59,7 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own(tmp_path: Path) -> N
     assert same_weights(trainer.model, model)
 
 
-def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path: Path) -> None:
+def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path):
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
 
     def new_trainer() -> Any:
@@ -86,7 +86,7 @@ def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path: P
     assert resumed.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
 
 
-def test_a_row_has_a_loss_where_the_log_has_an_entry_and_as_it_is(tmp_path: Path) -> None:
+def test_a_row_has_a_loss_where_the_log_has_an_entry_and_as_it_is(tmp_path):
     options = {"logging_steps": 4, "logging_nan_inf_filter": False}
     callbacks = [NarrowgaugeCallback()]
     trainer = trainer_of(tmp_path, {"max_grad_norm": 1.0}, callbacks=callbacks, **options)
@@ -99,7 +99,7 @@ def test_a_row_has_a_loss_where_the_log_has_an_entry_and_as_it_is(tmp_path: Path
     assert math.isnan(steps[3]["loss"]) and math.isnan(steps[3]["grad_norm"])
 
 
-def test_use_adamw_takes_the_arguments(tmp_path: Path) -> None:
+def test_use_adamw_takes_the_arguments(tmp_path):
     changes = {"adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4}
     trainer = trainer_of(tmp_path, {}, **changes)
     use_adamw(trainer, storage="compact")
@@ -112,8 +112,8 @@ def test_use_adamw_takes_the_arguments(tmp_path: Path) -> None:
 
 
 def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """The change is one argument.
 
     Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint.

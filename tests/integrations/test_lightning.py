@@ -61,7 +61,7 @@ def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) 
     return trainer
 
 
-def test_losses_and_weights_are_those_of_a_loop_of_ones_own() -> None:
+def test_losses_and_weights_are_those_of_a_loop_of_ones_own():
     module = Module("float8-row", storage="compact")
     fit(module)
     model = llama("float8-row")
@@ -70,7 +70,7 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own() -> None:
     assert same_weights(module.model, model)
 
 
-def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path):
     def monitored(steps: int = STEPS, **options: Any):
         monitor = NarrowgaugeMonitor(tmp_path / "run", tokens=torch.numel)
         module = Module(audit_every=2)
@@ -94,7 +94,7 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 @pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
-def test_each_precision_trains_a_float32_module(precision: Any) -> None:
+def test_each_precision_trains_a_float32_module(precision):
     """Losses stay near those of torch's AdamW in the same precision."""
     losses = []
     for kind in (ng.AdamW, torch.optim.AdamW):
@@ -125,6 +125,6 @@ class Pair(Module):
         return [ng.AdamW(rest, lr=LR), torch.optim.SGD([head], lr=LR)]
 
 
-def test_a_fit_with_two_optimizers_is_recorded(tmp_path: Path) -> None:
+def test_a_fit_with_two_optimizers_is_recorded(tmp_path):
     fit(Pair(), 2 * STEPS, callbacks=[NarrowgaugeMonitor(tmp_path)])
     assert [row["step"] for row in ng.read_run(tmp_path).steps] == [*range(1, STEPS + 1)]

@@ -1,7 +1,6 @@
 """Adapters of PEFT in our storages, over a base that is quantized or not."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -52,7 +51,7 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("times", [0, 1, 2])
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "dora"])
-def test_a_server_holds_each_adapter_once(times: int, form: str) -> None:
+def test_a_server_holds_each_adapter_once(times, form):
     dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
     trainer = adapted(llama(dtype=dtype), use_dora=form == "dora")
     name = "model.layers.1.self_attn.v_proj"
@@ -71,7 +70,7 @@ def test_a_server_holds_each_adapter_once(times: int, form: str) -> None:
     assert told == [(f"{name}.weight", times - 1)] * (times != 1)
 
 
-def test_adapters_that_a_merge_rounds_away_are_told() -> None:
+def test_adapters_that_a_merge_rounds_away_are_told():
     trainer = adapted(llama(dtype=torch.bfloat16))
     for name, p in trainer.named_parameters():
         if "lora_B" in name:
@@ -81,7 +80,7 @@ def test_adapters_that_a_merge_rounds_away_are_told() -> None:
 
 
 @pytest.mark.parametrize("compute", [None, "int8-row"])
-def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
+def test_only_adapters_train_and_only_they_have_states(compute):
     model = adapted(base())
     before = model.get_memory_footprint()
     if compute:
@@ -106,7 +105,7 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
         assert model.get_memory_footprint() < 0.55 * before
 
 
-def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
+def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path):
     def new_model() -> Any:
         return ng.prepare(quantize_for_inference(adapted(base())).train(), lr=1e-2)
 
@@ -125,7 +124,7 @@ def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
     assert weights_of(loaded).keys() == stored.keys() == weights_of(model).keys()
 
 
-def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path: Path) -> None:
+def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path):
     model = adapted(base())
     ng.prepare(quantize_for_inference(model))
     with pytest.raises(RecipeError, match=r"Cannot change the weight"):
@@ -135,7 +134,7 @@ def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path: Path) -> None:
     assert abs(loss_of(whole) - loss_of(model.eval())) < 0.05
 
 
-def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
+def test_codes_of_another_format_are_not_loaded_as_numbers():
     def quantized(compute: str) -> nn.Module:
         return quantize_for_inference(nn.Sequential(nn.Linear(64, 16)), compute)
 
@@ -144,7 +143,7 @@ def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
         quantized("int8-row").load_state_dict(quantized("float8-row").state_dict())
 
 
-def test_a_module_that_is_trained_beside_adapters_stays_a_weight() -> None:
+def test_a_module_that_is_trained_beside_adapters_stays_a_weight():
     model = quantize_for_inference(adapted(base(), modules_to_save=["o_proj"]))
     trained = [name for name, p in model.named_parameters() if p.requires_grad and "o_proj" in name]
     assert len(trained) == 2

@@ -1,7 +1,5 @@
 """Served models are saved and loaded by transformers' own two calls."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("T5", "float8-row"),
     ],
 )
-def test_a_served_model_is_saved_and_loaded(name: str, compute: str, tmp_path: Path) -> None:
+def test_a_served_model_is_saved_and_loaded(name, compute, tmp_path):
     """Also one that is quantized while it is loaded. Transformers renames Mixtral's modules."""
     plain = zoo.build(name).bfloat16()
     plain.save_pretrained(tmp_path / "plain")

@@ -79,7 +79,7 @@ def in_a_plain_loop(start: dict[str, torch.Tensor], compute: str, folder: Path):
     return losses, model.state_dict()
 
 
-def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path):
     """Gradients of micro-batches are added up in bfloat16 in both."""
     _, start, _ = train(narrow(tmp_path, "bfloat16"), 0)
     losses, weights = in_a_plain_loop(start, "int8-row", tmp_path)
@@ -90,14 +90,14 @@ def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     assert isinstance(optimizer, ng.AdamW) and optimizer.bytes_per_param() < 8.1
 
 
-def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path: Path) -> None:
+def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path):
     config = narrow(tmp_path, "float8-row")
     config.optimizer = on_cpu(tmp_path).optimizer
     with pytest.raises(RecipeError, match=r"swaps no layers.*narrowgauge_adamw"):
         train(config, 1)
 
 
-def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path: Path) -> None:
+def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path):
     config = runpy.run_path(str(EXAMPLE))["debugmodel_word"]()
     losses, _, optimizer = train(on_cpu(tmp_path, config), 2)
     assert len(losses) == 2 and optimizer.bytes_per_param() < 8.1
@@ -129,7 +129,7 @@ def of_four(rank: int, folder: Path, stop: int):
     return losses, tensors
 
 
-def test_four_ranks_train_and_a_resume_has_their_bits(tmp_path: Path) -> None:
+def test_four_ranks_train_and_a_resume_has_their_bits(tmp_path):
     results = []
     for name, stop in (("whole", STEPS), ("parts", 2), ("parts", STEPS)):
         results.append(run_ranks(of_four, 4, tmp_path / name, tmp_path / name, stop)[0])

@@ -1,7 +1,5 @@
 """Libraries of C++: found again where they lie, whatever compiler is here."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,9 +14,7 @@ def answer() -> int:
     return int(cpp.build(TEXT).answer())
 
 
-def test_a_library_is_built_once_and_again_if_it_is_damaged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_is_built_once_and_again_if_it_is_damaged(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     assert answer() == 42
     (library,) = tmp_path.glob("*.so")
@@ -41,9 +37,7 @@ def test_a_library_is_built_once_and_again_if_it_is_damaged(
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".so"] == []
 
 
-def test_flags_that_a_compiler_refuses_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flags_that_a_compiler_refuses_are_left_out(monkeypatch, tmp_path):
     """As g++ for ARM does those of x86, where PyTorch calls the instructions the default ones."""
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-march=*|*-mno-*) exit 1;; esac\n')

@@ -1,7 +1,6 @@
 """Which formats a processor multiplies, from its instruction sets: the same as PyTorch goes by."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from processors import pretending
         ("", False, False),
     ],
 )
-def test_named_sets_decide(sets: str, bfloat16: bool, int8: bool) -> None:
+def test_named_sets_decide(sets, bfloat16, int8):
     with pretending(*sets.split(",")):
         assert [multiplies(name) for name in ("float32", "bfloat16", "int8")] == [
             True,
@@ -31,7 +30,7 @@ def test_named_sets_decide(sets: str, bfloat16: bool, int8: bool) -> None:
         ]
 
 
-def test_what_pytorch_finds_is_found() -> None:
+def test_what_pytorch_finds_is_found():
     """PyTorch's own question is about AVX512 with and without the bfloat16 instructions: ours is
     never the laxer one.
     """
@@ -40,7 +39,7 @@ def test_what_pytorch_finds_is_found() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
-def test_flags_of_x86_and_arm(tmp_path: Path) -> None:
+def test_flags_of_x86_and_arm(tmp_path):
     x86 = tmp_path / "x86"
     arm = tmp_path / "arm"
     x86.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t: avx512f\n")

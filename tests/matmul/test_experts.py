@@ -66,7 +66,7 @@ class Stacked(nn.Module):
 
 @pytest.mark.parametrize("row", ["float8-row", "int8-row"])
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["grouped", "loop"])
-def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool, row: str) -> None:
+def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop, row):
     experts = Stacked(in_a_loop)
     x = gaussian(24, 32, seed=4).bfloat16()
     counts = torch.tensor([8, 0, 12, 4])
@@ -88,7 +88,7 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool,
         assert torch.equal(weight.grad, other.grad)
 
 
-def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -> None:
+def test_experts_of_other_code_than_products_are_refused_at_their_first_call():
     class Summed(Stacked):
         def forward(self, x: Tensor, counts: Tensor) -> Tensor:
             return torch.einsum("ti,eoi->to", x, self.w1)
@@ -100,7 +100,7 @@ def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss", "Llama4", "JetMoe"])
-def test_experts_of_transformers_are_narrow_in_every_form(name: str) -> None:
+def test_experts_of_transformers_are_narrow_in_every_form(name):
     """Grouped, transposed, batched, and one by one: their gradients are off by the format alone,
     and by a token that takes another expert.
     """
@@ -118,7 +118,7 @@ def test_experts_of_transformers_are_narrow_in_every_form(name: str) -> None:
 
 @pytest.mark.parametrize("compute", ["int8-row", "float8-tensor", "int8-outlier-codes"])
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
-def test_stored_experts_multiply_as_those_in_training(name: str, compute: str) -> None:
+def test_stored_experts_multiply_as_those_in_training(name, compute):
     """Of both memory orders; saved and loaded too."""
     trained, served, loaded = (zoo.build(name).bfloat16().eval() for _ in range(3))
     inputs = zoo.inputs_of(name)
@@ -135,7 +135,7 @@ def test_stored_experts_multiply_as_those_in_training(name: str, compute: str) -
     assert 3 not in sizes and served.bfloat16().float().dtype is torch.float32
 
 
-def test_experts_that_do_not_say_how_their_weights_lie_are_not_stored() -> None:
+def test_experts_that_do_not_say_how_their_weights_lie_are_not_stored():
     with pytest.raises(RecipeError, match=r"Llama4TextExperts.*keep=\(\"\*\.experts\""):
         quantize_for_inference(zoo.build("Llama4"))
     served = quantize_for_inference(zoo.build("Llama4"), keep=("*.experts",))
@@ -157,7 +157,7 @@ class OfTransformers(Stacked):
 
 
 @pytest.mark.parametrize("compute", ["int8-row", "nvfp4", "float8-tensor", "served"])
-def test_compiled_experts_are_one_graph_with_the_same_bits(compute: str) -> None:
+def test_compiled_experts_are_one_graph_with_the_same_bits(compute):
     torch._dynamo.reset()
     results = []
     for compiles in (False, True):
@@ -182,7 +182,7 @@ def test_compiled_experts_are_one_graph_with_the_same_bits(compute: str) -> None
         assert torch.equal(eager, compiled)
 
 
-def test_backward_keeps_a_byte_of_each_input_of_experts() -> None:
+def test_backward_keeps_a_byte_of_each_input_of_experts():
     """Where the compute says so: the cast, and not the input too."""
     experts = Stacked(False)
     linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-tensor")
@@ -200,7 +200,7 @@ def test_backward_keeps_a_byte_of_each_input_of_experts() -> None:
     assert [tensor.dtype for tensor in of_input] == [torch.float8_e4m3fn]
 
 
-def test_batched_experts_are_refused_with_the_implementation_that_works() -> None:
+def test_batched_experts_are_refused_with_the_implementation_that_works():
     model = zoo.build("Mixtral").bfloat16()
     swap_linears(model, "float8-row")
     model.set_experts_implementation("batched_mm")

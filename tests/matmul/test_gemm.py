@@ -33,7 +33,7 @@ TOKENS = torch.arange(18).reshape(2, 9) % 32
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_integers_multiply_bit_for_bit(place: str, shape: tuple[int, int, int]) -> None:
+def test_integers_multiply_bit_for_bit(place, shape):
     rows, contraction, columns = shape
     codes, scales, operands = [], [], []
     for side, dim in zip((rows, columns), DIMS[place], strict=True):
@@ -68,7 +68,7 @@ def laptop() -> Iterator[None]:
         yield
 
 
-def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: None) -> None:
+def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, optimizer = ng.prepare(llama(), "bfloat16/word", lr=0.01)

@@ -2,7 +2,6 @@
 
 import operator
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def inputs(*shape: int, outliers: int = 0, dtype: torch.dtype = torch.bfloat16) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("row", SERVED)
-def test_the_output_is_that_of_the_layer_in_training(row: str, dtype: torch.dtype) -> None:
+def test_the_output_is_that_of_the_layer_in_training(row, dtype):
     trained = holder(dtype)
     model = holder(dtype)
     swap_linears(trained, row)
@@ -48,7 +47,7 @@ def test_the_output_is_that_of_the_layer_in_training(row: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_is_that_of_a_frozen_weight(compiled: bool) -> None:
+def test_the_gradient_is_that_of_a_frozen_weight(compiled):
     """In place too, as adapters add to an output; and of no rows."""
     model = holder()
     plain = holder()["fc"]
@@ -68,7 +67,7 @@ def test_the_gradient_is_that_of_a_frozen_weight(compiled: bool) -> None:
         assert not rows or torch.equal(layer.bias.grad, grad.sum((0, 1)))
 
 
-def test_layers_that_share_a_weight_share_its_codes() -> None:
+def test_layers_that_share_a_weight_share_its_codes():
     layers = nn.ModuleDict({name: nn.Linear(IN, OUT, dtype=torch.bfloat16) for name in "abc"})
     layers["c"].weight = layers["a"].weight
     model = quantize_for_inference(layers, "int8-row")
@@ -89,9 +88,7 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedLinear]:
 
 
 @pytest.mark.parametrize(("name", "reads"), [("Mamba", 2), ("Jamba", 1)])
-def test_a_product_by_a_stored_weight_is_told(
-    name: str, reads: int, widened: list[QuantizedLinear]
-) -> None:
+def test_a_product_by_a_stored_weight_is_told(name, reads, widened):
     """A product that the model's own code makes has no cast, in training neither: its layer stays
     wide.
     """
@@ -110,7 +107,7 @@ def test_a_product_by_a_stored_weight_is_told(
         assert torch.equal(y, trained(**zoo.inputs_of(name)).logits)
 
 
-def test_a_model_that_scales_its_weights_scales_their_codes() -> None:
+def test_a_model_that_scales_its_weights_scales_their_codes():
     trained, served = (zoo.build("RWKV").bfloat16().eval() for _ in range(2))
     swap_linears(trained, "int8-row")
     quantize_for_inference(served, "int8-row")
@@ -120,8 +117,8 @@ def test_a_model_that_scales_its_weights_scales_their_codes() -> None:
 
 
 def test_a_stored_weight_says_what_it_is_without_being_widened(
-    widened: list[QuantizedLinear],
-) -> None:
+    widened,
+):
     weight = quantize_for_inference(holder(), "int8-row")["fc"].weight
     plain = holder()["fc"].weight.detach()
     for ask in (
@@ -143,15 +140,15 @@ def test_a_stored_weight_says_what_it_is_without_being_widened(
     lambda x, w: torch.addmm(torch.zeros(OUT, dtype=x.dtype), x, w.transpose(0, 1)),
 ])  # fmt: skip
 def test_a_product_by_a_form_of_a_stored_weight_is_told(
-    product: Callable[[Tensor, Tensor], Tensor],
-) -> None:
+    product,
+):
     layer = quantize_for_inference(holder(), "int8-row")["fc"]
     with pytest.warns(UserWarning, match=r'keep=\("\*\.fc",\)'):
         y = product(inputs(3), layer.weight)
     assert torch.equal(y, product(inputs(3), layer.dequantize().bfloat16()))
 
 
-def test_a_change_of_a_stored_weight_is_refused_however_it_is_made() -> None:
+def test_a_change_of_a_stored_weight_is_refused_however_it_is_made():
     layer = quantize_for_inference(holder(), "int8-row")["fc"]
     assert torch.equal(torch.zeros(OUT, IN).copy_(layer.weight), layer.dequantize().bfloat16())
     for change in (
@@ -181,9 +178,7 @@ def replaced(layer: nn.Linear) -> nn.Module:
         (torch.nn.utils.parametrizations.weight_norm, "computed in every call"),
     ],
 )
-def test_a_layer_that_is_more_than_its_weight_is_refused_before_any_change(
-    change: Callable[[nn.Linear], nn.Module], line: str
-) -> None:
+def test_a_layer_that_is_more_than_its_weight_is_refused_before_any_change(change, line):
     encoder = nn.TransformerEncoderLayer(32, 4, 64)
     model = nn.Sequential(nn.Linear(32, 32), change(nn.Linear(32, 32)), encoder)
     with pytest.raises(RecipeError, match=line):

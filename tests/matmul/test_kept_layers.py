@@ -71,7 +71,7 @@ MIDDLE = {
 }
 
 
-def test_roles_are_seen_under_any_name() -> None:
+def test_roles_are_seen_under_any_name():
     outside = dict.fromkeys(("to_vocabulary", "to_places"), "outside the blocks")
     assert roles_of(Model()) == {**outside, **MIDDLE}
 
@@ -87,7 +87,7 @@ class Denoiser(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
 
 
-def test_a_matrix_outside_the_blocks_is_not_narrowed() -> None:
+def test_a_matrix_outside_the_blocks_is_not_narrowed():
     linears = swap_linears(Denoiser().bfloat16(), "nvfp4")
     outside = ["into", "time", "out", "heads.0", "heads.1", "heads.2"]
     kept = linears.kept
@@ -97,7 +97,7 @@ def test_a_matrix_outside_the_blocks_is_not_narrowed() -> None:
     assert str(linears).count("(") == 4 and str(linears).endswith(" and 5 more")
 
 
-def test_a_merged_model_s_layers_have_the_names_that_they_have_now() -> None:
+def test_a_merged_model_s_layers_have_the_names_that_they_have_now():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["up", "out"], r=2)
     model = peft.get_peft_model(Denoiser().bfloat16(), config)
@@ -108,7 +108,7 @@ def test_a_merged_model_s_layers_have_the_names_that_they_have_now() -> None:
     assert names == expected
 
 
-def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
+def test_the_last_blocks_stay_wide_where_a_compute_asks():
     last = {"blocks.3.gate", "blocks.3.up", "blocks.3.down"}
     for share, expected in ((0.15, last), (0.5, last | {"blocks.2.base_layer"})):
         roles = roles_of(Model(), share)
@@ -117,14 +117,14 @@ def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
 
 
 @pytest.mark.parametrize("compute", ["nvfp4", "float8-row"])
-def test_a_model_without_blocks_is_narrow_throughout_and_that_is_said(compute: str) -> None:
+def test_a_model_without_blocks_is_narrow_throughout_and_that_is_said(compute):
     model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     with pytest.warns(UserWarning, match="Nothing says which modules of this Sequential"):
         linears = swap_linears(model, compute)
     assert set(linears.layers) == {"1", "3"}
 
 
-def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused() -> None:
+def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused():
     linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",))
     assert not {"to_vocabulary", "blocks.1.scores", "blocks.0.up"} & set(linears.layers)
     assert "blocks.0.gate" in linears.layers
@@ -134,7 +134,7 @@ def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused() -
     assert {"to_vocabulary", "blocks.1.scores"} <= set(linears.layers)
 
 
-def test_a_recipe_keeps_them_too() -> None:
+def test_a_recipe_keeps_them_too():
     model, _ = ng.prepare(Model(), "nvfp4/word")
     layers = NarrowLayers(model).layers
     narrow = {name for name, layer in layers.items() if layer.compute.name == "nvfp4"}
@@ -181,7 +181,7 @@ def places(model: nn.Module, names: dict[nn.Module, str]) -> dict[str, object]:
     "name",
     ["Llama", "GPT2", "T5", "Mixtral", "GptOss", "SwitchT", "Mamba", "Jamba", "Whisper", "Blip2"],
 )
-def test_parts_are_the_same_before_and_after_swaps_codes_and_adapters(name: str) -> None:
+def test_parts_are_the_same_before_and_after_swaps_codes_and_adapters(name):
     """In any order, and twice. A step may be refused: then the parts are the same too."""
     for order in ORDERS:
         if "adapt" in order and name not in ("Llama", "T5", "Mixtral", "Jamba"):
@@ -196,7 +196,7 @@ def test_parts_are_the_same_before_and_after_swaps_codes_and_adapters(name: str)
             assert places(model, names) == before, (order, step)
 
 
-def test_a_served_model_is_not_quantized_again_nor_its_head_narrowed() -> None:
+def test_a_served_model_is_not_quantized_again_nor_its_head_narrowed():
     for second in (STEPS["quantize"], STEPS["swap again"]):
         model = quantize_for_inference(zoo.build("SwitchT").bfloat16(), "int8-row")
         with pytest.raises(RecipeError, match=r"none is left.*outside the blocks, router"):
@@ -204,7 +204,7 @@ def test_a_served_model_is_not_quantized_again_nor_its_head_narrowed() -> None:
         assert type(model.lm_head) is nn.Linear
 
 
-def test_heads_that_are_small_networks_in_a_list_are_no_blocks() -> None:
+def test_heads_that_are_small_networks_in_a_list_are_no_blocks():
     """As Medusa's, beside the language model's own head."""
     model = zoo.lm(layers=zoo.blocks())
     model.heads = nn.ModuleList(
@@ -215,7 +215,7 @@ def test_heads_that_are_small_networks_in_a_list_are_no_blocks() -> None:
     assert set(linears.layers) == {f"layers.{k}.{name}" for k in range(3) for name in "ab"}
 
 
-def test_a_model_whose_only_block_stays_wide_is_refused_with_the_reason() -> None:
+def test_a_model_whose_only_block_stays_wide_is_refused_with_the_reason():
     model = zoo.lm(layers=zoo.blocks(1))
     with pytest.raises(RecipeError, match=r"none is left beside.*last block, outside the blocks"):
         swap_linears(model.bfloat16(), "nvfp4")

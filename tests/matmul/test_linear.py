@@ -88,13 +88,13 @@ def every_row() -> Iterator[Compute]:
 
 
 @exhaustive("row", every_row())
-def test_a_product_is_the_exact_product_of_its_casts(row: Compute) -> None:
+def test_a_product_is_the_exact_product_of_its_casts(row):
     for shape, dtype in ((SHAPES[2], torch.bfloat16), (SHAPES[1], torch.float32)):
         assert_exact(row, shape, dtype)
 
 
 @exhaustive("sets", [("avx512_bf16",), ()])
-def test_so_it_is_on_other_processors(sets: tuple[str, ...]) -> None:
+def test_so_it_is_on_other_processors(sets):
     with pretending(*sets):
         for row, dtype in itertools.product(ROWS, (torch.float32, torch.bfloat16)):
             assert_exact(row, (70, 130, 20), dtype)
@@ -105,9 +105,7 @@ def test_so_it_is_on_other_processors(sets: tuple[str, ...]) -> None:
 
 @every_one_of_eight
 @pytest.mark.parametrize("requires_grad", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
-def test_gradients_are_those_wanted_and_no_others(
-    row: Compute, requires_grad: tuple[int, int, int]
-) -> None:
+def test_gradients_are_those_wanted_and_no_others(row, requires_grad):
     x, grad = batch(SHAPES[0])
     reference = passed(make_layer(row)[0], x, grad)
     layer, _ = make_layer(row)
@@ -123,7 +121,7 @@ def test_gradients_are_those_wanted_and_no_others(
 
 
 @every_one_of_eight
-def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row: Compute) -> None:
+def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row):
     layer, _ = make_layer(row, dtype=torch.float32)
     x = batch(SHAPES[0])[0]
     with torch.autocast("cpu", torch.bfloat16):
@@ -132,7 +130,7 @@ def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row: Compute) -> 
     assert inside.dtype is torch.bfloat16 and torch.equal(inside, narrow)
 
 
-def test_autocast_does_not_round_values_with_float32_scales() -> None:
+def test_autocast_does_not_round_values_with_float32_scales():
     cast = Cast("float8_e4m3fn", "1x32")
     row = Compute("float32 scales", *(Product(cast, cast),) * 3, purpose="", source="")
     layer, _ = make_layer(row, dtype=torch.float32, bias=False)
@@ -142,7 +140,7 @@ def test_autocast_does_not_round_values_with_float32_scales() -> None:
     assert torch.equal(inside, layer(x.float()).bfloat16())
 
 
-def test_small_inputs_lose_nothing_in_the_weight_s_gradient() -> None:
+def test_small_inputs_lose_nothing_in_the_weight_s_gradient():
     """Their scales are multiplied into the gradient, near one."""
     layer, _ = make_layer("int8-row", 64, 48, bias=False)
     x, grad = gaussian(128, 64, seed=3), gaussian(128, 48, seed=4)
@@ -157,7 +155,7 @@ def test_small_inputs_lose_nothing_in_the_weight_s_gradient() -> None:
 # ── swapping and the handle ───────────────────────────────────────────────────────────────────────
 
 
-def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap() -> None:
+def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap():
     names = ("q_proj", "k_proj", "v_proj", "lm_head")
     model = nn.ModuleDict({name: nn.Linear(64, 48) for name in names})
     compiled = torch.compile(model)
@@ -173,7 +171,7 @@ class Halved(nn.Linear):
         return super().forward(x) / 2
 
 
-def test_only_layers_of_a_linear_layer_s_own_forward_are_swapped() -> None:
+def test_only_layers_of_a_linear_layer_s_own_forward_are_swapped():
     model = nn.ModuleDict({
         "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
@@ -187,7 +185,7 @@ def test_only_layers_of_a_linear_layer_s_own_forward_are_swapped() -> None:
 # ── compiled ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_compiled_layer_gives_the_same_bits_and_compiles_once() -> None:
+def test_a_compiled_layer_gives_the_same_bits_and_compiles_once():
     """The casts fuse with the products around the layer, whose results are rounded first all the
     same.
     """
@@ -213,7 +211,7 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once() -> None:
 @pytest.mark.parametrize(
     "compute", ["bfloat16", "float8-tensor", "float8-block", "int8-row", "mxfp8", "nvfp4"]
 )
-def test_a_model_may_change_an_output_in_place(compute: str) -> None:
+def test_a_model_may_change_an_output_in_place(compute):
     model = nn.Sequential(nn.Linear(40, 24)).bfloat16()
     swap_linears(model, compute)
     y = model(torch.randn(5, 40).bfloat16())
@@ -223,7 +221,7 @@ def test_a_model_may_change_an_output_in_place(compute: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [(), ("0",), ("2",)])
-def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
+def test_a_second_derivative_is_refused(keep):
     """Casts are detached, so it would lack terms; also where the last layer alone is narrow."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     swap_linears(model, "float8-row", keep=keep)
@@ -234,7 +232,7 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
 
 
-def test_a_part_of_a_weight_is_multiplied_by_a_wide_layer_alone(one_rank: None) -> None:
+def test_a_part_of_a_weight_is_multiplied_by_a_wide_layer_alone(one_rank):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
     swap_linears(model, lambda name: "bfloat16" if name == "0" else "mxfp8")
     mesh = init_device_mesh("cpu", (1,))
@@ -246,7 +244,7 @@ def test_a_part_of_a_weight_is_multiplied_by_a_wide_layer_alone(one_rank: None) 
         model(x)
 
 
-def test_a_layer_from_the_meta_device_has_the_keys_of_its_name() -> None:
+def test_a_layer_from_the_meta_device_has_the_keys_of_its_name():
     here, there = (nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
     for model in (here, there.to("meta")):
         swap_linears(model, "int8-row")
@@ -254,7 +252,7 @@ def test_a_layer_from_the_meta_device_has_the_keys_of_its_name() -> None:
     assert torch.equal(there[0].key, here[0].key)
 
 
-def test_an_encoder_takes_a_mask_of_padding_in_evaluation() -> None:
+def test_an_encoder_takes_a_mask_of_padding_in_evaluation():
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     swap_linears(model, "float8-row")

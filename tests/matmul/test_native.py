@@ -57,7 +57,7 @@ def untried() -> Iterator[None]:
     proof._reasons.clear()
 
 
-def test_which_computes_each_chip_multiplies_itself() -> None:
+def test_which_computes_each_chip_multiplies_itself():
     float8 = {"float8-tensor", "float8-row", "scalify"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a", "gfx950"), frozenset()),
@@ -75,9 +75,7 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
 @pytest.mark.parametrize("row", [*map(COMPUTES.get, NATIVE_ON), *MIXED], **names)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_native_product_is_the_exact_one_rounded_once(
-    row: Compute, place: str, shape: tuple[int, int, int]
-) -> None:
+def test_a_native_product_is_the_exact_one_rounded_once(row, place, shape):
     """The stand-in adds in float64, so what is off is the layout.
 
     And the emulation of the same codes is as near as it states.
@@ -108,7 +106,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("compute", NATIVE_ON)
-def test_compilers_see_through_a_native_layer(compute: str) -> None:
+def test_compilers_see_through_a_native_layer(compute):
     """Its graph has three kernels, and nothing else that is opaque."""
     layer, _ = make_layer(compute, 64, 80)
     graphs = []
@@ -141,9 +139,7 @@ def test_compilers_see_through_a_native_layer(compute: str) -> None:
     ("compute", "of_matmuls"),
     [("float8-row", [False] * 3), ("float8-tensor", [True, False, False])],
 )
-def test_a_compute_chooses_the_accumulation_of_its_kernels(
-    compute: str, of_matmuls: list[bool]
-) -> None:
+def test_a_compute_chooses_the_accumulation_of_its_kernels(compute, of_matmuls):
     scaled_mm = torch._scaled_mm
     choices = []
 
@@ -161,7 +157,7 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.filterwarnings("ignore:The kernel and the definition differ")
-def test_a_kernel_that_is_off_in_its_trial_is_not_used() -> None:
+def test_a_kernel_that_is_off_in_its_trial_is_not_used():
     product = COMPUTES["float8-row"].output
 
     def off(*args: Any, **options: Any) -> Tensor:

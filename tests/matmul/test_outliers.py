@@ -20,7 +20,7 @@ def with_outliers(columns: tuple[int, ...] = (3, 40), rows: int = 33) -> torch.T
     return x
 
 
-def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
+def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier():
     x = torch.zeros(4, 6)
     x[0, 1] = 6.0
     x[3, 2] = -6.0
@@ -31,7 +31,7 @@ def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
 
 
 @pytest.mark.parametrize("columns", [(), (3,), (3, 40), tuple(range(65))], ids=len)
-def test_the_output_is_int8_plus_the_thin_product_in_16_bits(columns: tuple[int, ...]) -> None:
+def test_the_output_is_int8_plus_the_thin_product_in_16_bits(columns):
     for dtype, bound in ((torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-7)):
         layer, _ = make_layer(ROW, dtype=dtype)
         x = with_outliers(columns).to(dtype)

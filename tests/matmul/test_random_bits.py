@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("differs", ["weight", "input", "gradient", "last tokens"])
 @pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
-def test_passes_of_other_content_round_independently(compute: str, differs: str) -> None:
+def test_passes_of_other_content_round_independently(compute, differs):
     """The noise of a sum over eight of them has the variance of independent ones. A loss on the last
     tokens alone, as a classifier's, leaves all other gradients 0; then the inputs differ too.
     """
@@ -43,7 +43,7 @@ def test_passes_of_other_content_round_independently(compute: str, differs: str)
 
 
 @pytest.mark.parametrize("wraps", [False, True])
-def test_two_passes_before_a_backward_under_ddp(wraps: bool, one_rank: None) -> None:
+def test_two_passes_before_a_backward_under_ddp(wraps, one_rank):
     """DDP writes buffers before each pass, also those that an earlier pass has saved."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
     swap_linears(model, "int8-row")

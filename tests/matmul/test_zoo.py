@@ -35,7 +35,7 @@ def answer(model: nn.Module) -> Row:
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_parts_of_a_class_of_transformers(name: str) -> None:
+def test_parts_of_a_class_of_transformers(name):
     row = zoo.MODELS[name]
     with torch.device("meta"):
         model = zoo.build(name)
@@ -74,7 +74,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parts_of_other_layouts(name: str) -> None:
+def test_parts_of_other_layouts(name):
     make, row = LAYOUTS[name]
     assert answer(make()) == row
 
@@ -99,7 +99,7 @@ COMPUTES = (
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in zoo.MODELS if name not in zoo.UNRUN])
-def test_each_layer_s_values_are_those_of_its_casts(name: str) -> None:
+def test_each_layer_s_values_are_those_of_its_casts(name):
     """Each class in one compute, in turn."""
     compute = COMPUTES[list(zoo.MODELS).index(name) % len(COMPUTES)]
     model = zoo.build(name).eval()

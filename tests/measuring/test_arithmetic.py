@@ -11,14 +11,14 @@ from narrowgauge.measuring.provenance import describe_process
 CPU = torch.device("cpu")
 
 
-def test_a_measurement_repeats_and_leaves_every_setting() -> None:
+def test_a_measurement_repeats_and_leaves_every_setting():
     before = torch.get_num_threads()
     with torch.autocast("cpu", torch.bfloat16):
         machine = measure_arithmetic(CPU)
     assert torch.get_num_threads() == before and measure_arithmetic(CPU) == machine
 
 
-def test_flushed_subnormals_are_seen() -> None:
+def test_flushed_subnormals_are_seen():
     subnormal = measure_arithmetic(CPU)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals to zero")
@@ -30,7 +30,7 @@ def test_flushed_subnormals_are_seen() -> None:
     assert "arithmetic.subnormals" in changes
 
 
-def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_chip_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"chip {device}")
     monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {})
     assert describe_process(torch.device("cuda:1"))["machine"]["device"] == "chip cuda:1"

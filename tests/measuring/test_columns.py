@@ -13,7 +13,7 @@ from measuring.test_first_difference import make_run
 from measuring.test_laws import CASES
 from narrowgauge.measuring.diagnose.first_difference import UNLIKE, FirstDifference
 from narrowgauge.measuring.diagnose.laws import RULES, Laws
-from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, DeclaredLaw, StepMetrics
+from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, StepMetrics
 from narrowgauge.measuring.provenance import unlike_ranks
 from narrowgauge.measuring.reading import STAGES
 from narrowgauge.measuring.watch.optimizer_columns import columns_of
@@ -26,7 +26,7 @@ OF_NO_LAW = {"noise", "lost_fraction", "imprecision_share"}
 """Columns that are high in healthy runs: of stochastic rounding, and of weights that barely move."""
 
 
-def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
+def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason():
     for name, column in COLUMNS.items():
         if name != "step":
             assert column.stage in STAGES and column.unit, name
@@ -37,7 +37,7 @@ def test_each_column_has_a_stage_and_a_unit_and_a_law_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.law.__name__)
-def test_a_law_reads_what_it_declares(rule: DeclaredLaw) -> None:
+def test_a_law_reads_what_it_declares(rule):
     read = set()
 
     class Watched(StepMetrics):
@@ -54,7 +54,7 @@ def test_a_law_reads_what_it_declares(rule: DeclaredLaw) -> None:
     assert rule.needs <= read
 
 
-def test_a_log_of_another_program_fills_what_a_law_reads(tmp_path: Path) -> None:
+def test_a_log_of_another_program_fills_what_a_law_reads(tmp_path):
     """Of each column that a log may have, each of its names arrives in a step."""
     log = tmp_path / "log.csv"
     for column, names in NAMES.items():
@@ -68,7 +68,7 @@ def test_a_log_of_another_program_fills_what_a_law_reads(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.unit not in UNLIKE])
-def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name: str) -> None:
+def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name):
     runs = make_run("a"), make_run("b")
     other = 0.201 if COLUMNS[name].unit == "setting" else 0.6
     for run, value in zip(runs, (0.2, other), strict=True):
@@ -78,7 +78,7 @@ def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name: str) -> No
     assert result.readings[0].stage == COLUMNS[name].stage
 
 
-def test_no_setting_of_the_program_differs_where_rounding_is_told() -> None:
+def test_no_setting_of_the_program_differs_where_rounding_is_told():
     changed = {(2, "grad:layers.1"): 1 + 1e-6}
     assert FirstDifference(
         make_run("a"), make_run("b", changed, machine={"num_threads": 1})
@@ -90,7 +90,7 @@ def test_no_setting_of_the_program_differs_where_rounding_is_told() -> None:
         assert not FirstDifference(first, make_run("b", changed, **table)).is_rounding
 
 
-def test_what_no_record_says_explains_nothing() -> None:
+def test_what_no_record_says_explains_nothing():
     """Without a recorded format, or a count of tokens, no bound of rounding is known."""
     unknown = [make_run(name, config={"recipe": ""}) for name in "ab"]
     unknown[1].steps[2]["loss"] *= 1 + 1e-7
@@ -111,7 +111,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area])
-def test_a_column_alone_makes_its_law_speak(name: str) -> None:
+def test_a_column_alone_makes_its_law_speak(name):
     """Of a record with one bad column nothing says that its area was looked at, and nothing found."""
     rows = []
     for step in range(1, 101):
@@ -136,9 +136,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("row", "kind"), CONTRADICTIONS)
-def test_two_numbers_of_a_row_that_contradict_each_other_are_told(
-    row: dict[str, Any], kind: str
-) -> None:
+def test_two_numbers_of_a_row_that_contradict_each_other_are_told(row, kind):
     readings = Laws().read(StepMetrics.of({"step": 1} | row))
     assert [reading.what for reading in readings] == [kind] * bool(kind)
 
@@ -147,7 +145,7 @@ def diagnosed(rows: list[dict[str, Any]], **run: Any) -> Any:
     return ng.diagnose(Run(Path("run"), run, rows))
 
 
-def test_an_area_says_how_many_rows_showed_it() -> None:
+def test_an_area_says_how_many_rows_showed_it():
     """A watch may end, and an audit is one step of ten."""
     rows = [{"step": step, "loss": 2.0, "skipped": False} for step in range(1, 31)]
     for row in rows[:10]:
@@ -159,7 +157,7 @@ def test_an_area_says_how_many_rows_showed_it() -> None:
     assert "audits (3 of 30 rows)" in words and "losses," in words
 
 
-def test_what_a_run_could_not_have_had_is_not_named() -> None:
+def test_what_a_run_could_not_have_had_is_not_named():
     rows = [{"step": step, "loss": 2.0, "arrived": 0.5} for step in range(1, 31)]
     ranks = COLUMNS["apart"].area
     assert ranks not in diagnosed(rows).unseen
@@ -174,7 +172,7 @@ def test_what_a_run_could_not_have_had_is_not_named() -> None:
 
 
 @pytest.mark.parametrize("storage", ["stochastic", "word", "naive"])
-def test_audits_of_a_random_rounding_are_not_accused(storage: str) -> None:
+def test_audits_of_a_random_rounding_are_not_accused(storage):
     """At a small rate the EDQ of few elements is far from 1 by chance."""
     for rate in (1e-7, 1e-5):
         told = set()
@@ -193,7 +191,7 @@ def test_audits_of_a_random_rounding_are_not_accused(storage: str) -> None:
         assert told == ({"stored-share"} if storage == "naive" else set())
 
 
-def test_a_rank_with_another_arithmetic_is_named() -> None:
+def test_a_rank_with_another_arithmetic_is_named():
     results = [{"gelu": "a", "sum": "b"}] * 4
     results[2] = {"gelu": "c", "sum": "b"}
     assert unlike_ranks(results) == {"2": ["gelu"]}

@@ -35,7 +35,7 @@ def with_data(runs: list[Run], **data: Any) -> list[Run]:
     return [replace(run, run={**run.run, "data": data}) for run in runs]
 
 
-def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
+def test_a_file_has_the_documented_columns_of_the_seeds_that_count():
     group = [*word(4.0, 4.2, 4.4, step_seconds=0.25), make_run("bfloat16/word", 3, None)]
     comparison = compared(MASTER, group, [make_run("bfloat16/compact", 0, 4.0)])
     master, row, compact = json.loads(comparison.json())
@@ -49,7 +49,7 @@ def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
     assert "late EDQ" not in compared(word(4.0, edq=None)).table().shown
 
 
-def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
+def test_differences_are_paired_by_seed_and_only_by_seed():
     # Seed 7 is word's alone; the order of the runs does not matter.
     group = []
     for seed, loss in ((7, 9.0), (2, 4.23), (0, 4.01), (1, 4.12)):
@@ -88,7 +88,7 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize(("group", "verdict"), VERDICTS)
-def test_runs_have_a_verdict(group: list[Run], verdict: str) -> None:
+def test_runs_have_a_verdict(group, verdict):
     comparison = compared(MASTER, group)
     assert comparison.rows[1]["verdict"] == verdict
     is_named = comparison.verdict.startswith("bfloat16/word is the cheapest")
@@ -134,7 +134,7 @@ WIDE = [*seeds("float32/float32", EQUAL), *seeds("bfloat16/float32", (4.3, 4.1, 
         ([word(None), seeds("mine", (None,))], "No two recipes have finished runs"),
     ],
 )
-def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str) -> None:
+def test_the_cheapest_is_fit(groups, cheapest):
     assert compared(*groups).verdict.startswith(cheapest)
 
 
@@ -149,5 +149,5 @@ def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str) -> None:
         ([word(None), seeds("float8-row/word", (4.0,), **LOSSY)], "float8-row/word"),
     ],
 )
-def test_the_baseline_is_the_wider_compute_then_the_first(groups: Any, chosen: str) -> None:
+def test_the_baseline_is_the_wider_compute_then_the_first(groups, chosen):
     assert compared(*groups).baseline == chosen

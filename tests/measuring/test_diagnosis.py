@@ -30,12 +30,12 @@ def with_event(what: str, **columns: Any) -> Run:
     return run
 
 
-def test_a_healthy_record_gives_none() -> None:
+def test_a_healthy_record_gives_none():
     diagnosis = ng.diagnose(with_event("checkpoint", severity="note"))
     assert diagnosis.ok and diagnosis.verdict.startswith("Nothing found: 160 rows watched; ")
 
 
-def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
+def test_readings_are_ordered_by_step_then_stage_then_excess():
     rows = [
         Reading(9, "data", "", "late"),
         Reading(2, "storage", "", "last"),
@@ -46,7 +46,7 @@ def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
     assert [row.what for row in in_order(rows)] == ["first", "large", "small", "last", "late"]
 
 
-def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path: Path) -> None:
+def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path):
     log = tmp_path / "trainer_state.json"
 
     def diagnosed(bad: range, loss: float) -> Any:
@@ -65,7 +65,7 @@ def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path:
     assert ng.diagnose(Run(tmp_path, {}, [{"step": 1}])).verdict.startswith("Nothing was looked at")
 
 
-def test_a_run_is_finished_when_somebody_said_so_or_its_last_planned_step_is_written() -> None:
+def test_a_run_is_finished_when_somebody_said_so_or_its_last_planned_step_is_written():
     run = healthy_run()
     assert not ng.diagnose(run).is_finished and "not finished" in str(ng.diagnose(run))
     run.run["config"]["steps"] = NUM_STEPS
@@ -76,13 +76,13 @@ def test_a_run_is_finished_when_somebody_said_so_or_its_last_planned_step_is_wri
     assert ng.diagnose(run).is_finished
 
 
-def test_what_a_record_does_not_show_is_said() -> None:
+def test_what_a_record_does_not_show_is_said():
     run = with_event("unseen", tensor="the clip", severity="note")
     run.run["config"]["recipe"] = "a recipe of another program"
     assert ng.diagnose(run).unseen["the clip"] == "it happened"
 
 
-def test_a_class_whose_updates_were_not_measured_is_no_part_of_what_was_looked_at() -> None:
+def test_a_class_whose_updates_were_not_measured_is_no_part_of_what_was_looked_at():
     run = with_event("unseen", tensor="stored updates by optimi.AdamW")
     assert ng.diagnose(run).unseen["stored updates by optimi.AdamW"] == "it happened"
     for row in run.steps:
@@ -90,7 +90,7 @@ def test_a_class_whose_updates_were_not_measured_is_no_part_of_what_was_looked_a
     assert ", stored updates (but those by optimi.AdamW)" in ng.diagnose(run).verdict
 
 
-def test_what_a_watch_told_of_an_earlier_step_is_not_left_out() -> None:
+def test_what_a_watch_told_of_an_earlier_step_is_not_left_out():
     """A count may be below its bound at the end. What is there at the end is a reading alone."""
     run = with_event("stored-share", tensor="a.weight")
     assert f"stored-share of a.weight (was told of step {AT}" in str(ng.diagnose(run))
@@ -111,7 +111,7 @@ def spiked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(spiked(), tmp_path_factory.mktemp("whole") / "run")
 
 
-def test_the_command_prints_the_table_or_json(spiked_run: Path) -> None:
+def test_the_command_prints_the_table_or_json(spiked_run):
     assert "run: 1 reading beyond the bound, the first at step 81." in call(spiked_run).output
     (reading,) = json.loads(call(spiked_run, "--json").output)["readings"]
     assert (reading["step"], reading["what"], reading["value"]) == (AT, "spike", 9.0)
@@ -120,7 +120,7 @@ def test_the_command_prints_the_table_or_json(spiked_run: Path) -> None:
     assert json.loads(call(spiked_run, spiked_run, "--json").output)["ok"]
 
 
-def test_a_damaged_row_of_a_run_is_told_once(spiked_run: Path, tmp_path: Path) -> None:
+def test_a_damaged_row_of_a_run_is_told_once(spiked_run, tmp_path):
     folder = shutil.copytree(spiked_run, tmp_path / "run")
     with (folder / "steps.jsonl").open("a") as file:
         file.write('5\n{"step": 161}\n')

@@ -18,7 +18,7 @@ def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-def test_shadows_of_narrow_weights_have_the_bits_of_a_float64_model() -> None:
+def test_shadows_of_narrow_weights_have_the_bits_of_a_float64_model():
     model = language_model().bfloat16()
     exact = copy.deepcopy(model).double()
     tokens = random_tokens(8, 17, 32)
@@ -30,7 +30,7 @@ def test_shadows_of_narrow_weights_have_the_bits_of_a_float64_model() -> None:
         assert torch.equal(p.grad, shadows[name]), name
 
 
-def test_masks_changed_in_place_change_their_shadow() -> None:
+def test_masks_changed_in_place_change_their_shadow():
     x = torch.randn(64).bfloat16().requires_grad_()
     wide = Float64Shadow()
     with PolicyMode(wide):

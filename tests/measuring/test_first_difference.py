@@ -88,7 +88,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None:
+def test_the_first_difference_and_what_can_act_there_are_told(case):
     options, place, sentence = CASES[case]
     runs = pair(**options)
     first = runs.readings[0]
@@ -100,7 +100,7 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
 
-def test_every_place_beyond_rounding_is_listed_at_equal_loss_scales() -> None:
+def test_every_place_beyond_rounding_is_listed_at_equal_loss_scales():
     for scale, factor in ((1.0, 65536.0), (65536.0, 1.0)):
         runs = make_run("a"), make_run("b")
         runs[1].steps[2]["loss_scale"] = scale
@@ -114,7 +114,7 @@ def test_every_place_beyond_rounding_is_listed_at_equal_loss_scales() -> None:
         assert result.is_rounding == (factor == 1)
 
 
-def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -> None:
+def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees():
     runs = make_run("a"), make_run("b", {(2, "grad:layers.1"): ROUNDED})
     for run in runs:
         run.steps[1] |= {"decay/group0": 1e-3, "arrived": 1e-3, "seconds": 0.1 * len(run.path.name)}
@@ -146,8 +146,8 @@ REACH = [
 
 @pytest.mark.parametrize(("options", "place", "within", "beyond"), REACH)
 def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements(
-    options: dict[str, Any], place: Any, within: float, beyond: float
-) -> None:
+    options, place, within, beyond
+):
     for factor in (within, beyond):
         runs = make_run("a", **options), make_run("b", {place: factor}, **options)
         for run in runs:
@@ -157,7 +157,7 @@ def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements(
         assert FirstDifference(*runs).is_rounding == (factor == within)
 
 
-def test_the_ranks_whose_parts_differ_are_told() -> None:
+def test_the_ranks_whose_parts_differ_are_told():
     runs = make_run("a"), make_run("b", {(2, "output:layers.0"): 1.01})
     key = "output:layers.0"
     for run, hashes in zip(runs, ([7, 8, 9], [7, 5, 9]), strict=True):
@@ -169,7 +169,7 @@ def test_the_ranks_whose_parts_differ_are_told() -> None:
     assert "ranks" not in str(FirstDifference(*runs)), "all of them"
 
 
-def test_equal_records_are_the_same_run() -> None:
+def test_equal_records_are_the_same_run():
     runs = pair(machine={"num_threads": 1})
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
     assert "Recorded settings that differ: machine.num_threads 2 and 1." in str(runs)
@@ -185,7 +185,7 @@ def test_equal_records_are_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_number_beside_nan_is_no_rounding(place: int) -> None:
+def test_a_number_beside_nan_is_no_rounding(place):
     runs = make_run("a"), make_run("b")
     runs[place].steps[2]["loss"] = math.nan
     result = FirstDifference(*runs)
@@ -193,7 +193,7 @@ def test_a_number_beside_nan_is_no_rounding(place: int) -> None:
     assert not result.is_rounding
 
 
-def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
+def test_the_hash_of_the_final_weights_is_the_last_column():
     runs = make_run("a"), make_run("a")
     for run in runs:
         run.__dict__["summary"] = {"weights_fingerprint": "abc"}
@@ -207,7 +207,7 @@ def test_the_hash_of_the_final_weights_is_the_last_column() -> None:
     assert FirstDifference(*runs).readings[0].what == "val_loss"
 
 
-def test_what_only_one_run_has_is_the_answer() -> None:
+def test_what_only_one_run_has_is_the_answer():
     first, second = make_run("a"), make_run("b")
     for row in first.fingerprints:
         row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL, ""]
@@ -227,7 +227,7 @@ def up_to_ten():
     raise AssertionError("read on")
 
 
-def test_two_runs_are_read_no_further_than_their_first_difference() -> None:
+def test_two_runs_are_read_no_further_than_their_first_difference():
     long = up_to_ten()
     first = replace(make_run("a", steps=0), steps=long)
     second = replace(make_run("b", steps=0), steps=[{"step": 8, "loss": 2.0}])

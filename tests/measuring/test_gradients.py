@@ -3,7 +3,6 @@
 import copy
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Counted(Model):
         return super().forward(tokens)
 
 
-def test_what_a_pass_changes_is_put_back() -> None:
+def test_what_a_pass_changes_is_put_back():
     model = Counted()
     before = copy.deepcopy(model.state_dict())
     state = random.getstate(), torch.get_rng_state().tolist()
@@ -59,7 +58,7 @@ def test_what_a_pass_changes_is_put_back() -> None:
     assert state == (random.getstate(), torch.get_rng_state().tolist())
 
 
-def test_the_check_calls_the_loss_as_often_as_its_page_says() -> None:
+def test_the_check_calls_the_loss_as_often_as_its_page_says():
     parts = 3 * [tokens_of(0)]
     calls = []
 
@@ -170,7 +169,7 @@ def on_a_rank(rank: int):
     return answers
 
 
-def test_sums_over_two_ranks_are_followed(tmp_path: Path) -> None:
+def test_sums_over_two_ranks_are_followed(tmp_path):
     first, second = run_ranks(on_a_rank, 2, tmp_path)
     assert first == second
     assert {name: answer[0] for name, answer in first.items()} == {

@@ -62,7 +62,7 @@ ONE_STEP = [*EVENTS]
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_an_error_ends_its_listener_and_nothing_else(event: str) -> None:
+def test_an_error_ends_its_listener_and_nothing_else(event):
     broken = Diary(event)
     well = Diary()
     hooks, model, optimizer = hooks_of(broken, well)
@@ -75,7 +75,7 @@ def test_an_error_ends_its_listener_and_nothing_else(event: str) -> None:
     assert hooks.listeners == [well] and messages == ["the diary ended: ValueError: no ink"]
 
 
-def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
+def test_ranks_wait_for_each_other_so_an_error_ends_the_loop():
     """Where its listener compares ranks; another one ends alone."""
     for compares_ranks in (True, False):
         diary = Diary("before_step")
@@ -99,7 +99,7 @@ class Derived(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("has_closure", [False, True])
-def test_a_step_that_calls_its_parents_step_is_one_step(has_closure: bool) -> None:
+def test_a_step_that_calls_its_parents_step_is_one_step(has_closure):
     model = nn.Linear(4, 1)
     torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = Derived(model.parameters(), lr=0.1)
@@ -127,7 +127,7 @@ def test_a_step_that_calls_its_parents_step_is_one_step(has_closure: bool) -> No
     assert diary.events == 2 * ONE_STEP
 
 
-def test_no_hook_is_left() -> None:
+def test_no_hook_is_left():
     diary = Diary()
     hooks, model, optimizer = hooks_of(diary)
     train(model, optimizer)
@@ -138,7 +138,7 @@ def test_no_hook_is_left() -> None:
     assert diary.events == [*ONE_STEP, "end"]
 
 
-def test_transforms_and_compilers_are_left_alone() -> None:
+def test_transforms_and_compilers_are_left_alone():
     diary = Diary()
     _, model, _ = hooks_of(diary)
     torch.func.vmap(lambda x: model(x[None]))(torch.ones(3, 4))

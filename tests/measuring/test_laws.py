@@ -63,7 +63,7 @@ STAGE_OF = {"nonfinite": "loss", "ranks-apart": "optimizer step"}
 """The stage of a case, where it is not its kind's."""
 
 
-def test_every_kind_of_a_law_has_a_case_and_a_sentence() -> None:
+def test_every_kind_of_a_law_has_a_case_and_a_sentence():
     calls = ("ng.check", "ng.same", "check_resume")
     elsewhere = {kind.name for kind in KINDS.values() if kind.by.startswith(calls)}
     assert not set(KINDS) - set(CASES) - elsewhere
@@ -74,7 +74,7 @@ def test_every_kind_of_a_law_has_a_case_and_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_failure_is_told_of_its_tensor_at_its_step(name: str) -> None:
+def test_a_failure_is_told_of_its_tensor_at_its_step(name):
     steps, tensor, step = CASES[name]
     kind = name.partition(" ")[0]
     first, *others = told(steps)
@@ -86,7 +86,7 @@ def test_a_failure_is_told_of_its_tensor_at_its_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_goes_on_as_if_it_was_never_interrupted(name: str) -> None:
+def test_a_resumed_run_goes_on_as_if_it_was_never_interrupted(name):
     steps, _, step = CASES[name]
     whole = told(steps)
     for cut in (step - 1, step + 5):
@@ -109,9 +109,7 @@ NUMBER = 200
         ("same-data", "", {"same_data": True}),
     ],
 )
-def test_a_count_over_the_run_speaks_from_nine_in_ten_on(
-    percent: int, kind: str, tensor: str, rare: Row
-) -> None:
+def test_a_count_over_the_run_speaks_from_nine_in_ten_on(percent, kind, tensor, rare):
     """Games, policies and rare experts mean the others, which are named as not looked at."""
     laws = Laws()
     readings = []
@@ -126,7 +124,7 @@ def test_a_count_over_the_run_speaks_from_nine_in_ten_on(
         assert reading.value == pytest.approx(percent / 100) and f"{percent}.0%" in reading.text
 
 
-def test_a_healthy_run_is_silent() -> None:
+def test_a_healthy_run_is_silent():
     noise = random.Random(0)
     steps = []
     for step in range(1, 2000):
@@ -139,7 +137,7 @@ def test_a_healthy_run_is_silent() -> None:
     assert told(steps) == []
 
 
-def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> None:
+def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure():
     overflow = {**SCALED, "grad_norm": math.inf, "skipped": True}
     assert told(stepped(lambda s: overflow if s in (150, 300) else SCALED)) == []
     search = stepped(lambda s: {"loss_scale": 2.0 ** max(24 - s, 10), "skipped": s < 14})
@@ -155,7 +153,7 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
     assert (reading.what, reading.step, reading.stage) == ("nonfinite", 300, "loss")
 
 
-def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
+def test_the_first_place_that_is_not_finite_is_told_at_its_step():
     """Weights that became so in a step are of that step, and not of the start."""
     steps = [
         StepMetrics(1, loss=3.0, bad=["b", "a"]),
@@ -167,7 +165,7 @@ def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
     assert (reading.step, reading.stage, reading.tensor) == (2, "between steps", "a")
 
 
-def test_slow_steps_are_told_as_they_last() -> None:
+def test_slow_steps_are_told_as_they_last():
     def at(rate: Callable[[int], float]) -> list[int]:
         steps = [
             StepMetrics(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s))
@@ -186,7 +184,7 @@ def test_slow_steps_are_told_as_they_last() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 30])
 @pytest.mark.parametrize("lasts", [1, 40])
-def test_a_jump_is_told_whenever_it_begins(first: int, lasts: int) -> None:
+def test_a_jump_is_told_whenever_it_begins(first, lasts):
     sizes = [2.0 if first <= step < first + lasts else 1e-4 for step in range(1, 61)]
     steps = [StepMetrics(step, largest=x, lr=1e-4) for step, x in enumerate(sizes, 1)]
     readings = told(steps)
@@ -203,7 +201,7 @@ BLOOM = (
 train/tr11-176B-ml/chronicles.md, 2022-04-12), and whether it is a spike."""
 
 
-def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_end_too() -> None:
+def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_end_too():
     noise = random.Random(0)
     laws = Laws()
     for step in range(200):
@@ -212,7 +210,7 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
         assert len(laws.read(StepMetrics(step, loss=loss))) == is_spike, step
 
 
-def test_rows_with_holes_are_normal() -> None:
+def test_rows_with_holes_are_normal():
     steps = [
         StepMetrics.of({"step": 1, "loss": "low", "grad_norm": 0.0, "stored": [], "bad": None})
     ]
@@ -221,7 +219,7 @@ def test_rows_with_holes_are_normal() -> None:
     assert cut.bad == ["a", "tensor 2", "tensor 3"]
 
 
-def test_tensors_that_rows_leave_out_are_counted_once() -> None:
+def test_tensors_that_rows_leave_out_are_counted_once():
     """Other rows name them, or none does."""
     for blocks, count, number in ((4, 20, 39), (1, 300, 299)):
         laws = Laws()

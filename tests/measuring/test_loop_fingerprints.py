@@ -47,7 +47,7 @@ def recorded(folder: Path, every: int) -> Run:
     return ng.read_run(folder)
 
 
-def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
+def test_every_tensor_of_a_step_is_recorded(tmp_path):
     hashed = recorded(tmp_path / "a", every=1)
     unhashed = recorded(tmp_path / "b", every=0)
     assert (
@@ -67,7 +67,7 @@ def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     assert rows[0]["weight:1.weight"][1] == pytest.approx(float(model_of()[1].weight.norm()))
 
 
-def test_outputs_of_a_base_of_codes_are_recorded(tmp_path: Path) -> None:
+def test_outputs_of_a_base_of_codes_are_recorded(tmp_path):
     """A stored weight is a weight, and no parameter."""
     model = nn.Sequential(nn.Embedding(29, 16), nn.Linear(16, 29, bias=False))
     quantize_for_inference(model, "int8-row")
@@ -80,7 +80,7 @@ def test_outputs_of_a_base_of_codes_are_recorded(tmp_path: Path) -> None:
     assert "output:1" in ng.read_run(tmp_path).fingerprints[-1]["tensors"]
 
 
-def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
+def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_path):
     model = model_of().bfloat16()
     masters = [p.detach().float() for p in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)

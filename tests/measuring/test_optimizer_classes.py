@@ -115,8 +115,8 @@ def trained(case: str, watched: bool):
 
 @exhaustive("case", CASES)
 def test_a_watched_loop_has_the_bits_of_a_plain_one_and_no_healthy_one_is_accused(
-    case: str,
-) -> None:
+    case,
+):
     with torch.compiler.set_stance("force_eager"):
         try:
             plain, _ = trained(case, watched=False)

@@ -1,6 +1,5 @@
 """The stored shares of an update are predicted before the run, as the audit measures them in it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def predictions(model: nn.Module, optimizer: torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])
-def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
+def test_the_predicted_share_is_what_the_audit_measures(lr):
     """Gradients of random sign, a bfloat16 weight: the EDQ before the run beside that of 60 steps."""
     torch.manual_seed(0)
     weight = torch.randn(64, 64) * 0.5
@@ -51,7 +50,7 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
 
 
 @pytest.mark.parametrize("lr", [5e-4, 2e-3])
-def test_muons_stored_share_is_predicted_by_the_shape(lr: float) -> None:
+def test_muons_stored_share_is_predicted_by_the_shape(lr):
     torch.manual_seed(0)
     start = (0.02 * torch.randn(512, 512)).bfloat16().float()
     gradient = torch.randn(512, 512)
@@ -69,7 +68,7 @@ def test_muons_stored_share_is_predicted_by_the_shape(lr: float) -> None:
     assert predicted == pytest.approx(share, abs=0.1)
 
 
-def test_one_cause_is_one_reading() -> None:
+def test_one_cause_is_one_reading():
     """The step, its decay and the second moment have one cure."""
     check = ng.check(
         *one_weight(torch.randn(64, 64), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1)
@@ -78,7 +77,7 @@ def test_one_cause_is_one_reading() -> None:
     assert check.lines[1].split()[-2:] == ["0", "0"], check
 
 
-def test_the_peak_of_a_schedule_counts_before_the_first_step_and_the_rate_after_it() -> None:
+def test_the_peak_of_a_schedule_counts_before_the_first_step_and_the_rate_after_it():
     model, optimizer = one_weight(torch.ones(64, 64))
     optimizer.param_groups[0]["initial_lr"] = 0.1
     assert not len(ng.check(model, optimizer))
@@ -118,7 +117,7 @@ KEPT = {"nearest": False, "kahan": True, "random": True, "master": True}
 
 
 @pytest.mark.parametrize("rounding", KEPT)
-def test_what_a_class_of_the_users_own_keeps_is_measured(rounding: str) -> None:
+def test_what_a_class_of_the_users_own_keeps_is_measured(rounding):
     weight = nn.Parameter(gaussian(64, 64, seed=0).bfloat16())
     (stepped,) = setup_of(nn.ParameterList([weight]), Own([weight], rounding)).trained
     before = torch.get_rng_state()
@@ -128,7 +127,7 @@ def test_what_a_class_of_the_users_own_keeps_is_measured(rounding: str) -> None:
     assert torch.equal(before, torch.get_rng_state()) and not stepped.optimizer.state
 
 
-def test_a_class_that_rounds_its_copy_too_is_not_judged(tmp_path: Path) -> None:
+def test_a_class_that_rounds_its_copy_too_is_not_judged(tmp_path):
     weight = nn.Parameter(torch.randn(64, 64).bfloat16())
     model, optimizer = nn.ParameterList([weight]), Own([weight], "cut")
     assert "rounds the weights of a copy" in str(ng.check(model, optimizer))
@@ -140,7 +139,7 @@ def test_a_class_that_rounds_its_copy_too_is_not_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("beta2", "share"), [(0.999, None), (1 - 1e-9, 0.0)])
-def test_a_second_moment_that_never_changes_is_named(beta2: float, share: float | None) -> None:
+def test_a_second_moment_that_never_changes_is_named(beta2, share):
     """In float32 too, where the second beta is 1."""
     weight = nn.Parameter(torch.randn(64))
     optimizer = torch.optim.AdamW([weight], betas=(0.9, beta2))
@@ -151,7 +150,7 @@ class Unheard(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
-def test_a_second_moment_in_codes_is_not_judged_as_one_in_16_bits() -> None:
+def test_a_second_moment_in_codes_is_not_judged_as_one_in_16_bits():
     """torchao holds states of 4,096 elements as codes, and smaller ones in the weight's format."""
     low_bit = pytest.importorskip("torchao.optim")
     for rows, moment in ((8, 0.0), (64, None)):
@@ -160,7 +159,7 @@ def test_a_second_moment_in_codes_is_not_judged_as_one_in_16_bits() -> None:
         assert row["second_moment"] == moment
 
 
-def test_what_is_not_predicted_is_named() -> None:
+def test_what_is_not_predicted_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).half()
     eps = ng.check(model, torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95)))
@@ -185,7 +184,7 @@ def test_what_is_not_predicted_is_named() -> None:
     assert share_of(judged) < 0.7 and not judged.unseen, judged
 
 
-def test_each_rate_has_its_own_row_of_the_table() -> None:
+def test_each_rate_has_its_own_row_of_the_table():
     torch.manual_seed(0)
     small, large = (nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(2))
     groups = [{"params": [large], "lr": 3e-2}, {"params": [small], "lr": 5e-4}]
@@ -197,7 +196,7 @@ def test_each_rate_has_its_own_row_of_the_table() -> None:
 
 
 @pytest.mark.parametrize(("num_lost", "num_readings"), [(1, 0), (2, 1)])
-def test_a_share_at_its_bound_is_no_reading(num_lost: int, num_readings: int) -> None:
+def test_a_share_at_its_bound_is_no_reading(num_lost, num_readings):
     """Of ten equal updates, one or two vanish in a large weight."""
     weight = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
     weight.data[:num_lost] = 100.0

@@ -110,7 +110,7 @@ def train_all(rank: int, place: Path) -> list[Any]:
     ]
 
 
-def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path) -> None:
+def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path):
     answers = run_ranks(train_all, 4, tmp_path / "ranks", tmp_path)[0]
     unlike, parts, unsent, unsummed, written, broken = answers
     assert unlike == [*map(lone, VALUES)]
@@ -130,7 +130,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_weight_without_a_gradient_has_no_sum(dtype: torch.dtype) -> None:
+def test_a_weight_without_a_gradient_has_no_sum(dtype):
     first, second = (torch.ones(2, dtype=dtype, requires_grad=True) for _ in range(2))
     sums = RankSums(ALONE, {first: "first", second: "second"})
     sums.add_gradients({second: torch.ones(2, dtype=dtype)})

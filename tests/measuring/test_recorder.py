@@ -56,7 +56,7 @@ def unseen_of(run: Any) -> set[str]:
     return {event["tensor"] for event in run.events if event["what"] == "unseen"}
 
 
-def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
+def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path):
     with begin(tmp_path / "whole") as recorder:
         train(recorder, range(6))
         recorder.evaluate(2.5)
@@ -96,7 +96,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     assert (reading.what, reading.step, reading.value) == ("not-restored", 3, 4)
 
 
-def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> None:
+def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path):
     with begin(tmp_path / "run") as recorder:
         train(recorder, range(25))
         train(recorder, range(1), scale=math.inf)
@@ -122,9 +122,7 @@ def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> Non
         {"tokens": 2.5},
     ],
 )
-def test_a_column_of_a_user_is_a_number_or_a_short_text(
-    columns: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_column_of_a_user_is_a_number_or_a_short_text(columns, tmp_path):
     with begin(tmp_path / "run") as recorder:
         with pytest.raises(RecordError, match=f"Cannot record '{next(iter(columns))}'"):
             recorder.step(**{"loss": 1.0, **columns})
@@ -133,7 +131,7 @@ def test_a_column_of_a_user_is_a_number_or_a_short_text(
     assert (row["loss"], row["mine"], row["note"]) == (2.0, 3, "ä" * 100)
 
 
-def test_a_record_goes_back_to_one_of_its_steps(tmp_path: Path) -> None:
+def test_a_record_goes_back_to_one_of_its_steps(tmp_path):
     with begin(tmp_path / "run", resume=True) as recorder:
         recorder.go_back(3)  # from a checkpoint of another run
         train(recorder, range(2))
@@ -146,7 +144,7 @@ def test_a_record_goes_back_to_one_of_its_steps(tmp_path: Path) -> None:
     assert [row["step"] for row in ng.read_run(tmp_path / "run").steps] == [4, 7]
 
 
-def test_a_step_that_the_loop_left_out_has_a_row(tmp_path: Path) -> None:
+def test_a_step_that_the_loop_left_out_has_a_row(tmp_path):
     with begin(tmp_path / "run", nn.Linear(8, 8)) as recorder:
         train(recorder, range(1))
         (group,) = recorder.optimizer.param_groups
@@ -158,7 +156,7 @@ def test_a_step_that_the_loop_left_out_has_a_row(tmp_path: Path) -> None:
     assert [row["step"] for row in run.steps] == [*range(1, 9)] and "lr" not in run.steps[1]
 
 
-def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
+def test_two_optimizers_have_one_record(tmp_path):
     """A critic that steps twice for each step of its generator; a schedule steps before the row."""
     model = nn.ModuleDict({"critic": nn.Linear(4, 4), "generator": nn.Linear(4, 4)})
     critic, generator = (torch.optim.SGD(part.parameters(), lr=0.5) for part in model.values())
@@ -184,7 +182,7 @@ def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_block", [True, False])
-def test_a_loop_that_gives_up_is_not_finished(has_block: bool, tmp_path: Path) -> None:
+def test_a_loop_that_gives_up_is_not_finished(has_block, tmp_path):
     """Neither in a block, which closes the record, nor without one, where nothing happens at exit."""
     recorder = begin(tmp_path / "run", settings={"steps": 3})
     with pytest.raises(SystemExit), recorder if has_block else nullcontext():
@@ -198,7 +196,7 @@ def test_a_loop_that_gives_up_is_not_finished(has_block: bool, tmp_path: Path) -
 # ── the door ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path):
     recorder = begin(tmp_path / "run", storage="split")
     recorder.close(finished=False)
     assert ng.read_run(tmp_path / "run").config["recipe"] == "bfloat16/split"
@@ -211,7 +209,7 @@ def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path: P
         begin(tmp_path / "run")
 
 
-def test_a_closed_record_refuses_and_stays(tmp_path: Path) -> None:
+def test_a_closed_record_refuses_and_stays(tmp_path):
     recorder = begin(tmp_path / "run")
     recorder.step(3.0)
     recorder.close()
@@ -244,8 +242,8 @@ def loops(rank: int, place: Path) -> list[Any]:
 
 
 def test_sharded_weights_have_one_fingerprint_and_what_is_not_followed_is_said(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first, second = run_ranks(loops, 2, tmp_path / "ranks", tmp_path)[0]
     assert first.summary["weights_fingerprint"] == second.summary["weights_fingerprint"]
     assert [row["step"] for row in first.steps] == [1, 2, 3]

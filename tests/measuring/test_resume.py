@@ -77,7 +77,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("forget", FIRST)
-def test_what_a_resume_forgets_is_named(forget: str) -> None:
+def test_what_a_resume_forgets_is_named(forget):
     loop = Loop()
     result = ng.check_resume(loop.step, loop.save, partial(load, forget=forget))
     assert [r.tensor for r in result] == FIRST[forget], result
@@ -100,7 +100,7 @@ def counting(start: int):
     return step
 
 
-def test_a_step_that_returns_its_loss_is_compared_by_what_it_holds() -> None:
+def test_a_step_that_returns_its_loss_is_compared_by_what_it_holds():
     """By the attributes of a method's object, or by the variables around a function."""
     for start in (0, 1):
         result = ng.check_resume(counting(0), partial(counting, start), lambda step: (None, step))
@@ -111,7 +111,7 @@ def test_a_step_that_returns_its_loss_is_compared_by_what_it_holds() -> None:
     assert "schedule" in [r.tensor for r in result]
 
 
-def test_a_state_that_the_loop_does_not_return_is_seen_in_the_steps_that_follow() -> None:
+def test_a_state_that_the_loop_does_not_return_is_seen_in_the_steps_that_follow():
     """A place in the data that the loop does not return: a step later the batch differs, and so do
     states and weights.
     """
@@ -136,7 +136,7 @@ class Scaled(nn.Linear):
         return super().forward(x / self.scale)
 
 
-def test_a_buffer_that_no_state_dict_holds_is_a_state() -> None:
+def test_a_buffer_that_no_state_dict_holds_is_a_state():
     def stepping(model: Scaled):
         return lambda: {"model": model, "loss": model(3 * torch.ones(4, 8)).sum().detach()}
 
@@ -151,7 +151,7 @@ def test_a_buffer_that_no_state_dict_holds_is_a_state() -> None:
     assert "1 state, scale: " in result.lines[-1]
 
 
-def test_a_state_that_the_next_step_computes_anew_changes_nothing() -> None:
+def test_a_state_that_the_next_step_computes_anew_changes_nothing():
     loop = Loop()
 
     def step() -> dict[str, Any]:
@@ -188,19 +188,19 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_state_is_compared(name: str) -> None:
+def test_every_state_is_compared(name):
     result = of_seed(STATES[name])
     assert [r.tensor for r in result] == ["state"] and not result.unseen
     assert of_seed(lambda seed: STATES[name](4)).ok
 
 
-def test_what_has_no_state_is_named_as_not_looked_at() -> None:
+def test_what_has_no_state_is_named_as_not_looked_at():
     result = of_seed(random.Random)
     assert result.ok and result.unseen == {"state": "Random has no state_dict()"}
     assert of_seed(lambda seed: [1, 1.0][seed == 7]).ok, "1 and 1.0 are equal"
 
 
-def test_the_position_of_numpys_generator_is_compared() -> None:
+def test_the_position_of_numpys_generator_is_compared():
     def step() -> dict[str, Any]:
         return {"drawn": np.random.rand()}
 

@@ -7,7 +7,6 @@ import json
 import math
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def edited(model: Any, place: str, name: str, change: Any) -> Any:
 
 
 @exhaustive(("case", "dtype"), [(case, dtype) for case in EDITS for dtype in (FLOAT32, BFLOAT16)])
-def test_the_place_of_a_difference_is_named_with_its_number(case: str, dtype: torch.dtype) -> None:
+def test_the_place_of_a_difference_is_named_with_its_number(case, dtype):
     *edit, kind, place = EDITS[case]
     trainer = model_of(dtype).train()
     result = ng.same(trainer, edited(trainer, *edit), TOKENS)
@@ -109,14 +108,14 @@ WAYS = {"a cache": cached, "padding on the left": padded, "eager attention": eag
 
 
 @exhaustive(("way", "dtype"), [(way, dtype) for way in WAYS for dtype in (FLOAT32, BFLOAT16)])
-def test_another_way_to_the_same_result_is_of_rounding(way: str, dtype: torch.dtype) -> None:
+def test_another_way_to_the_same_result_is_of_rounding(way, dtype):
     trainer = model_of(dtype)
     result = ng.same(trainer, partial(WAYS[way], trainer), TOKENS)
     assert result.ok, result
     assert "larger than rounding" in result.looked_at
 
 
-def test_a_copy_has_equal_bits_and_a_narrower_server_is_of_rounding() -> None:
+def test_a_copy_has_equal_bits_and_a_narrower_server_is_of_rounding():
     trainer = model_of()
     equal = "In evaluation mode, the bits are equal."
     for server in (copy.deepcopy(trainer), torch.compile(copy.deepcopy(trainer))):
@@ -134,7 +133,7 @@ def test_a_copy_has_equal_bits_and_a_narrower_server_is_of_rounding() -> None:
     assert ng.same(trainer, edited(server, *edit), TOKENS)[0].tensor.startswith(place)
 
 
-def test_padding_that_is_seen_moves_log_probabilities() -> None:
+def test_padding_that_is_seen_moves_log_probabilities():
     trainer = model_of()
     result = ng.same(trainer, partial(padded, trainer, is_masked=False), TOKENS)
     (reading,) = result
@@ -160,13 +159,13 @@ class Clock(nn.Module):
         return self.layer(angle.sin().bfloat16())
 
 
-def test_a_place_with_unusual_rounding_sets_no_bound() -> None:
+def test_a_place_with_unusual_rounding_sets_no_bound():
     sigma = torch.rand(32, 1, generator=torch.Generator().manual_seed(0))
     result = ng.same(Clock(BFLOAT16), Clock(FLOAT32), sigma)
     assert result[0].tensor == "layer, input" and result[0].value > 0.3 > result[0].bound
 
 
-def test_a_distance_is_relative_to_the_row_and_knows_infinities() -> None:
+def test_a_distance_is_relative_to_the_row_and_knows_infinities():
     """For small rows it is relative to a thousandth of the mean length."""
     x = torch.tensor([[3.0, 4.0, -math.inf], [30.0, 40.0, 0.0], [1e-6, 0.0, 0.0]])
     y = x * torch.tensor([[1.0], [1.4], [2.0]])
@@ -175,7 +174,7 @@ def test_a_distance_is_relative_to_the_row_and_knows_infinities() -> None:
     assert distance([x], [y]) == math.inf
 
 
-def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> None:
+def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself():
     def noisy(tokens: Tensor) -> Tensor:
         return torch.randn(*tokens.shape, 61)
 
@@ -211,7 +210,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_two_state_dicts_are_compared_without_a_model(case: str) -> None:
+def test_two_state_dicts_are_compared_without_a_model(case):
     matrix, expected, words = STATES[case]
     before = {"norm": ONES, "proj": MATRIX}
     after = {"norm": ONES} if matrix is None else {"norm": ONES, "proj": matrix}
@@ -223,7 +222,7 @@ def test_two_state_dicts_are_compared_without_a_model(case: str) -> None:
             assert readings == expected and words in str(result), str(result)
 
 
-def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch):
     before = torch.arange(100.0)
     after = torch.arange(100.0)
     after[[3, 98]] = 7.0
@@ -264,7 +263,7 @@ def coded(form: str, factor: float = 1.0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", SCALES)
-def test_codes_are_compared_at_their_scales(form: str) -> None:
+def test_codes_are_compared_at_their_scales(form):
     plain = {"w": WEIGHT}
     for pair in ((plain, coded(form)), (coded(form), plain), (coded(form), coded(form))):
         assert not len(ng.same(*pair)), ng.same(*pair)
@@ -278,7 +277,7 @@ def test_codes_are_compared_at_their_scales(form: str) -> None:
 
 
 @pytest.mark.parametrize("program", ["narrowgauge", "torchao"])
-def test_codes_of_a_server_are_compared_at_their_scales(program: str) -> None:
+def test_codes_of_a_server_are_compared_at_their_scales(program):
     model = model_of()
     server = copy.deepcopy(model)
     layer = server.model.layers[1].mlp.up_proj
@@ -312,7 +311,7 @@ class Halved(nn.Module):
         return (wide * torch.rsqrt(total / 512 + 1e-6)).to(x.dtype)
 
 
-def test_a_fault_sets_no_bound_whichever_side_it_is_on() -> None:
+def test_a_fault_sets_no_bound_whichever_side_it_is_on():
     torch.manual_seed(0)
     trainer = nn.Sequential(nn.Embedding(61, 512), Halved(), nn.Linear(512, 61)).bfloat16()
     server = copy.deepcopy(trainer)
@@ -333,8 +332,8 @@ class Cached(nn.Module):
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_a_right_cast_of_one_side_is_of_rounding_and_a_cast_without_its_scale_is_not(
-    dtype: torch.dtype,
-) -> None:
+    dtype,
+):
     torch.manual_seed(0)
     trainer = nn.Sequential(nn.Embedding(61, 32), nn.Identity(), nn.Linear(32, 61)).to(dtype)
     with torch.no_grad():
@@ -348,7 +347,7 @@ def test_a_right_cast_of_one_side_is_of_rounding_and_a_cast_without_its_scale_is
         assert ng.same(*pair, TOKENS)[0].tensor.startswith("1")
 
 
-def test_a_server_without_modules_is_compared_by_its_outputs() -> None:
+def test_a_server_without_modules_is_compared_by_its_outputs():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
     table, weight, bias = (p.detach().clone() for p in model.parameters())
 
@@ -360,7 +359,7 @@ def test_a_server_without_modules_is_compared_by_its_outputs() -> None:
     assert [r.what for r in ng.same(model, lambda x: server(x, 1.01), tokens)] == ["other-outputs"]
 
 
-def test_what_a_server_casts_to_integers_is_not_followed() -> None:
+def test_what_a_server_casts_to_integers_is_not_followed():
     torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
     trainer = nn.Sequential(nn.Embedding(61, 32), nn.Linear(32, 61))
@@ -371,7 +370,7 @@ def test_what_a_server_casts_to_integers_is_not_followed() -> None:
         assert not len(result) and "log probabilities" in result.unseen, result
 
 
-def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> None:
+def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path):
     model = model_of()
     states = model.state_dict()
     other = edited(model, f"{LAYER}.self_attn.q_proj.weight", "data", 1.5)
@@ -386,7 +385,7 @@ def test_weights_alone_run_in_the_module_of_the_other_side(tmp_path: Path) -> No
         ng.same(model.state_dict(), model.state_dict(), TOKENS)
 
 
-def test_weights_of_equal_names_in_a_checkpoint_are_all_compared(tmp_path: Path) -> None:
+def test_weights_of_equal_names_in_a_checkpoint_are_all_compared(tmp_path):
     weights = {"w": torch.ones(3)}
     average = {"w": torch.zeros(3)}
     for name, model in (("one", weights), ("other", {"w": 2 * weights["w"]})):
@@ -399,7 +398,7 @@ def test_weights_of_equal_names_in_a_checkpoint_are_all_compared(tmp_path: Path)
     assert not len(ng.same(tmp_path / "flat", weights))
 
 
-def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Path) -> None:
+def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path):
     model = model_of(num_hidden_layers=1, tie_word_embeddings=True)
     for name, size in (("one", "5GB"), ("shards", "10KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
@@ -411,8 +410,8 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
 
 
 def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     words = ["same"]
     for name, factor in (("base", 1.0), ("last", 1.5)):
         words.append(str(tmp_path / f"{name}.safetensors"))
@@ -431,8 +430,8 @@ def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("pattern", ["shards/*.safetensors", "dcp/*.distcp", "dcp/.metadata"])
 def test_damaged_weights_are_refused_in_a_line_and_nothing_is_said_of_the_rest(
-    pattern: str, is_there: bool, tmp_path: Path
-) -> None:
+    pattern, is_there, tmp_path
+):
     """A file is cut short, or missing."""
     model = model_of(num_hidden_layers=1)
     model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")

@@ -49,11 +49,11 @@ CLEAN = {
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_a_set_up_that_is_right_is_clean(name: str) -> None:
+def test_a_set_up_that_is_right_is_clean(name):
     assert not len(CLEAN[name]())
 
 
-def test_masters_of_a_loops_own_stand_for_the_weights_and_have_their_names() -> None:
+def test_masters_of_a_loops_own_stand_for_the_weights_and_have_their_names():
     equal = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
     for model in (language_model().bfloat16(), equal.bfloat16()):
         masters = [p.detach().float().requires_grad_() for p in model.parameters()]
@@ -62,7 +62,7 @@ def test_masters_of_a_loops_own_stand_for_the_weights_and_have_their_names() -> 
         assert names == [name for name, _ in model.named_parameters()]
 
 
-def test_a_sample_covers_every_column() -> None:
+def test_a_sample_covers_every_column():
     for columns in (64, 63, 96, 1):
         size = (1 << 16) // columns * columns
         sample = sample_elements(torch.arange(size).reshape(-1, columns))
@@ -79,7 +79,7 @@ class Container(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
 
-def test_the_members_of_a_container_have_the_rates() -> None:
+def test_the_members_of_a_container_have_the_rates():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     first = torch.optim.AdamW(model[0].parameters(), lr=3e-3, weight_decay=0.2)
     second = torch.optim.SGD(model[1].parameters(), lr=4e-2)

@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ pytestmark = [
 B16 = torch.bfloat16
 
 
-def test_a_copy_of_an_optimizer_keeps_a_rate_that_is_a_tensor() -> None:
+def test_a_copy_of_an_optimizer_keeps_a_rate_that_is_a_tensor():
     """As torchao's classes ask."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=torch.tensor(1e-3))
     group = optimizer.param_groups[0]
@@ -38,7 +37,7 @@ def test_a_copy_of_an_optimizer_keeps_a_rate_that_is_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_the_stored_share_is_that_of_a_twin_in_float32(kind: Any) -> None:
+def test_the_stored_share_is_that_of_a_twin_in_float32(kind):
     """The share of the step that bfloat16 stores, of each tensor that was sampled."""
     twin = None
     before = {}
@@ -80,7 +79,7 @@ class OfTheWhole(torch.optim.SGD):
         super().step()
 
 
-def test_a_class_that_does_not_step_by_elements_is_not_judged(tmp_path: Path) -> None:
+def test_a_class_that_does_not_step_by_elements_is_not_judged(tmp_path):
     """Its small tensors, which a sample holds whole, neither."""
     loop = Watched(kind=OfTheWhole, dtype=B16, lr=1e-4, record=tmp_path / "run").train(8)
     loop.watcher.close()
@@ -88,7 +87,7 @@ def test_a_class_that_does_not_step_by_elements_is_not_judged(tmp_path: Path) ->
     assert "does not repeat" in str(loop.watcher.meter.unseen)
 
 
-def test_tensors_that_took_unlike_steps_are_measured() -> None:
+def test_tensors_that_took_unlike_steps_are_measured():
     """As the experts of a mixture, some of which get no gradient in a step."""
     loop = Watched(dtype=B16).train(2)
     update = loop.update
@@ -104,7 +103,7 @@ def test_tensors_that_took_unlike_steps_are_measured() -> None:
     assert len(loop.watcher.meter.last["stored"]) == 6 and not loop.watcher.meter.unseen
 
 
-def test_what_an_audit_alarms_of_is_a_reading_of_the_record(tmp_path: Path) -> None:
+def test_what_an_audit_alarms_of_is_a_reading_of_the_record(tmp_path):
     kind = partial(ng.AdamW, storage="naive", audit_every=1)
     loop = Watched(kind=kind, dtype=B16, lr=1e-5, record=tmp_path / "run").train(12)
     loop.watcher.close()
@@ -116,8 +115,8 @@ def test_what_an_audit_alarms_of_is_a_reading_of_the_record(tmp_path: Path) -> N
 
 
 def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     reads = []
     copied = device_scalars.HostCopy.cpu
 
@@ -133,7 +132,7 @@ def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
 # ── what is told ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large() -> None:
+def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large():
     loop = Watched(max_grad_norm=0.01)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -144,7 +143,7 @@ def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large() -> None:
     assert "Gradients of norm" in words[0] and "the limit is 0.01" in words[0]
 
 
-def test_one_of_two_optimizers_has_no_clip_of_its_own(tmp_path: Path) -> None:
+def test_one_of_two_optimizers_has_no_clip_of_its_own(tmp_path):
     def part(loop: Watched) -> None:
         loop.optimizer.param_groups[0]["params"] = [loop.model.head.weight]
         loop.clip = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)  # type: ignore[method-assign]
@@ -155,7 +154,7 @@ def test_one_of_two_optimizers_has_no_clip_of_its_own(tmp_path: Path) -> None:
     assert ng.diagnose(tmp_path / "run").ok
 
 
-def test_an_unknown_kind_is_refused_and_a_known_one_is_silent() -> None:
+def test_an_unknown_kind_is_refused_and_a_known_one_is_silent():
     with pytest.raises(ng.errors.RecipeError, match="Did you mean 'clip-norm'"):
         Watched(ignore=["clip-nrm"])
     with warnings.catch_warnings():
@@ -163,7 +162,7 @@ def test_an_unknown_kind_is_refused_and_a_known_one_is_silent() -> None:
         Watched(max_grad_norm=0.01, ignore=["clip-norm"]).train(3)
 
 
-def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
+def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone():
     """Squares of the others leave float32's range."""
     values = torch.tensor([1e-30, 1e30, 0.0, math.inf])
     norms = device_scalars.norms_of([value.expand(4) for value in values])
@@ -183,9 +182,7 @@ MEASURES = {
 
 
 @pytest.mark.parametrize("place", MEASURES)
-def test_a_measure_that_fails_ends_alone_and_is_named(
-    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_measure_that_fails_ends_alone_and_is_named(place, monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "failure_of", lambda title, error: f"{title} ended: {error}")
     well = Watched().train(4)
     monkeypatch.setattr(meter.Meter, place, lambda self, *args: int("no ink"))
@@ -201,7 +198,7 @@ def test_a_measure_that_fails_ends_alone_and_is_named(
         assert torch.equal(mine, its)
 
 
-def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch):
     messages = []
     monkeypatch.setattr(laws, "failure_of", lambda title, error: f"{title} ended: {error}")
 

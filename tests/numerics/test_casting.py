@@ -79,13 +79,13 @@ def decisive(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sweep_of_float32(name: str) -> None:
+def test_a_sweep_of_float32(name):
     for x in (sweep(), decisive(name)):
         assert mismatches(round_to(x, name), reference(x.numpy(), name)) == 0
 
 
 @pytest.mark.parametrize("name", sorted(expectations.FLOATS))
-def test_saturated_to_the_nearest_of_all_values(name: str) -> None:
+def test_saturated_to_the_nearest_of_all_values(name):
     """Float32, and float64 with parts far below float32's resolution that decide a tie: rounded
     once.
     """

@@ -57,7 +57,7 @@ def assert_exact(x: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("kind", range(6))
-def test_the_sum_of_squares_is_the_fraction_rounded_once(kind: int, dtype: torch.dtype) -> None:
+def test_the_sum_of_squares_is_the_fraction_rounded_once(kind, dtype):
     """Of pieces of the kernel and of their ends."""
     for size in (1, 65, 4096, 4099):
         x = hard_values(kind, size, seed=size).to(dtype).nan_to_num(1.0, 2.0, -3.0)
@@ -68,7 +68,7 @@ def test_the_sum_of_squares_is_the_fraction_rounded_once(kind: int, dtype: torch
 
 
 @pytest.mark.parametrize("mantissa", [0x7FFFFF, 0x3504F3, 1])
-def test_pieces_of_a_kernel_are_exact_at_the_ends_of_its_grids(mantissa: int) -> None:
+def test_pieces_of_a_kernel_are_exact_at_the_ends_of_its_grids(mantissa):
     for top in (1, 127, 254):
         for span in (2, 22, 23, 24, 44, 45, 120):
             if span >= top:
@@ -79,7 +79,7 @@ def test_pieces_of_a_kernel_are_exact_at_the_ends_of_its_grids(mantissa: int) ->
                 assert_exact(bits.view(torch.float32))
 
 
-def test_ranks_add_the_words_of_their_parts() -> None:
+def test_ranks_add_the_words_of_their_parts():
     x = hard_values(3, 5000, seed=1)
     words = torch.zeros(WORDS, dtype=torch.int64)
     for part in x.split([0, 7, 4096, 897]):
@@ -87,7 +87,7 @@ def test_ranks_add_the_words_of_their_parts() -> None:
     assert rounded_total(words).item() == exact_squares([x]).item()
 
 
-def test_a_device_rounds_as_integers_do() -> None:
+def test_a_device_rounds_as_integers_do():
     """Totals of all lengths, of long carries and of ties, as words that overlap."""
     random = Random(1)
     for _ in range(300):
@@ -109,7 +109,7 @@ def test_a_device_rounds_as_integers_do() -> None:
         assert (_rounded_digits(_digits(words[:-1])).item() == expected) or total == 0
 
 
-def test_nan_wins_over_infinity_and_infinity_over_numbers() -> None:
+def test_nan_wins_over_infinity_and_infinity_over_numbers():
     largest = torch.full((4,), torch.finfo(torch.float32).max)
     assert math.isfinite(exact_squares([largest]).item())
     assert exact_norm([largest]).item() == math.inf  # beyond float32
@@ -126,9 +126,7 @@ SHAPES = [(3,), (0,), (), (64, 64), (4098,), (4097,), (71, 73), (190, 180)]
 
 
 @pytest.mark.parametrize(("dtypes", "scale"), [(NARROW[:1], 1e-30), (NARROW, 1e-2)], ids=str)
-def test_neither_layout_nor_the_order_of_tensors_enters(
-    dtypes: tuple[torch.dtype, ...], scale: float
-) -> None:
+def test_neither_layout_nor_the_order_of_tensors_enters(dtypes, scale):
     draws = []
     for k, shape in enumerate(SHAPES):
         draws.append(gaussian(*shape, seed=k, scale=scale))

@@ -46,7 +46,7 @@ def check(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_pairs_of_every_edge(dtype: torch.dtype) -> None:
+def test_pairs_of_every_edge(dtype):
     largest = torch.finfo(dtype).max
     edges = [max(-largest, min(largest, edge)) for edge in EDGES]
     pairs = torch.tensor(list(itertools.product(edges, repeat=2)), dtype=dtype).T.contiguous()
@@ -54,7 +54,7 @@ def test_pairs_of_every_edge(dtype: torch.dtype) -> None:
     assert sums.tolist() == [sum_on_grid(pair) for pair in pairs.T.tolist()]
 
 
-def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
+def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit():
     """1 + 2^-24 is a tie of float32, 2^-74 more or less is none, and float64 sees neither."""
     for sign, less in itertools.product((1, -1), (1, -1)):
         for tie in (1 + 2.0**-24, 1 + 3 * 2.0**-24):
@@ -65,7 +65,7 @@ def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
     )  # the lower word is carried before its last bit goes
 
 
-def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:
+def test_sums_of_as_many_as_there_may_be_do_not_overflow():
     for value in (
         LARGEST,
         LARGEST - 2.0**-6,
@@ -91,7 +91,7 @@ def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:
     assert torch.equal(sum_rows(wide, torch.empty(wide.shape[1])), wide.sum(0))
 
 
-def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch):
     generator = torch.Generator().manual_seed(3)
     spread = torch.randint(-40, 12, (24, 301), generator=generator)
     rows = torch.randn(24, 301, generator=generator) * torch.exp2(spread)
@@ -108,7 +108,7 @@ def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_has_no_place_on_the_grid_makes_its_element_nan_in_any_order(bad: float) -> None:
+def test_what_has_no_place_on_the_grid_makes_its_element_nan_in_any_order(bad):
     for place in range(4):
         rows = torch.ones(4, 2)
         rows[place, 1] = bad
@@ -117,12 +117,12 @@ def test_what_has_no_place_on_the_grid_makes_its_element_nan_in_any_order(bad: f
     assert math.isnan(sum_rows(torch.tensor([[bad], [-bad], [1.0]]), torch.empty(1)).item())
 
 
-def test_zeros_of_any_sign_sum_to_plus_zero() -> None:
+def test_zeros_of_any_sign_sum_to_plus_zero():
     for addends in ([-0.0], [-0.0, -0.0], [0.0, -0.0], [1.0, -1.0]):
         assert [math.copysign(1, total) for total in summed(addends)] == [1.0] * 3
 
 
-def test_the_total_is_divided_in_float32_and_rounded_to_the_output() -> None:
+def test_the_total_is_divided_in_float32_and_rounded_to_the_output():
     rows = torch.tensor([[1.0], [2.0**-8]])
     assert (
         sum_rows(rows, torch.empty(1), divisor=3).item() == (torch.tensor(1 + 2.0**-8) / 3).item()

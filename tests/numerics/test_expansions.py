@@ -17,7 +17,7 @@ def exact(parts: Sequence[Tensor]) -> list[Fraction]:
 
 
 @pytest.mark.parametrize("dropped", [13, 16, 20, 21])
-def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
+def test_two_sum_and_two_prod_at_any_distance(dropped):
     rn = NearestEven(dropped)
     generator = torch.Generator().manual_seed(dropped)
     a = rn(torch.randn(20_000, generator=generator))

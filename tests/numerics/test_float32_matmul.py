@@ -8,7 +8,7 @@ from narrowgauge.numerics.float32_matmul import is_widened
 from processors import pretending
 
 
-def test_what_is_widened() -> None:
+def test_what_is_widened():
     with pretending("avx2"):
         for dtype in (torch.bfloat16, torch.float16, torch.int8):
             assert is_widened(dtype, "cpu") and not is_widened(dtype, "cuda")

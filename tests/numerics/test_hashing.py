@@ -36,7 +36,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fingerprint_is_the_stated_sum(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_is_the_stated_sum(dtype, monkeypatch):
     x = (torch.randn(7, 9, generator=generator(5)) * 50).to(getattr(torch, dtype))
     for offset in (0, 1, 2**40 + 3):
         assert fingerprint(x, offset=offset) == splitmix_fingerprint(unsigned(x), offset)
@@ -44,7 +44,7 @@ def test_fingerprint_is_the_stated_sum(dtype: str, monkeypatch: pytest.MonkeyPat
     assert fingerprint(x) == splitmix_fingerprint(unsigned(x))
 
 
-def test_shards_add_up() -> None:
+def test_shards_add_up():
     x = torch.randn(1000, generator=generator(6))
     for seed in range(20):
         marks = torch.randint(0, 1001, (4,), generator=generator(seed)).sort().values.tolist()
@@ -53,7 +53,7 @@ def test_shards_add_up() -> None:
         assert combine(shards) == combine(reversed(shards)) == fingerprint(x)
 
 
-def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
+def test_named_fingerprints_depend_on_names_and_not_on_order():
     a = torch.randn(20, generator=generator(9))
     b = torch.randn(20, generator=generator(10))
     reference = fingerprint_all({"a": a, "b": b})

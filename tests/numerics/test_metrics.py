@@ -16,7 +16,7 @@ from tensors import gaussian, update_sums
 
 
 @pytest.mark.parametrize("chunk", [chunks.CHUNK, 7])
-def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_against_fractions(chunk, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", chunk)
     d = gaussian(10, 20, seed=1)
     e = gaussian(20, 10, seed=2).t()
@@ -32,7 +32,7 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
 
 
-def test_only_elements_that_meant_to_move_can_be_lost() -> None:
+def test_only_elements_that_meant_to_move_can_be_lost():
     d = torch.tensor([0.0, -0.0, 1.0, 1.0, 1.0, 1.0])
     e = torch.tensor([0.0, 5.0, 0.0, 1.0, 1.0, 1.0])
     v = torch.tensor([0.0, 0.0, 0.0, -0.0, 1.0, 1.0])
@@ -44,6 +44,6 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_amax_is_the_largest_magnitude(dtype: torch.dtype) -> None:
+def test_amax_is_the_largest_magnitude(dtype):
     x = torch.tensor([[0.5, -4.0], [0.25, 2.0]], dtype=dtype)
     assert largest_magnitude(x).item() == 4.0 and largest_magnitude(x[:0]).item() == 0.0

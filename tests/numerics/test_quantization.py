@@ -84,7 +84,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @exhaustive("key", [0, -77, 2**31 - 1, -(2**31)])
-def test_words_are_hashes_of_logical_indices(key: int) -> None:
+def test_words_are_hashes_of_logical_indices(key):
     words = random_words(5, 7, torch.tensor(key, dtype=torch.int32))
     column_key = hashed(0x2545F491, key)
     by_row = [[hashed(row, key) // 2**16 / 2**16] for row in range(5)]
@@ -193,7 +193,7 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
 
 @each_dim
 @pytest.mark.parametrize("cast", [*CASTS, *UNUSED], ids=str)
-def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
+def test_codes_and_scales_are_the_oracle_s(cast, dim):
     for name, matrix in matrices(cast):
         # Transposed, not copied: how a matrix lies must not matter.
         x = matrix if dim == 1 else matrix.t()
@@ -209,7 +209,7 @@ def is_bfloat16(x: Tensor) -> Tensor:
 
 
 @each_narrow
-def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
+def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast):
     """Every code and every scale; the product in float64, rounded to nothing narrower than 2^-126."""
     if cast.values_format != "bfloat16":
         assert cast.block is not None and cast.scale == "float32"
@@ -231,7 +231,7 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
 
 
 @exhaustive("name", [row.name for row in FORMATS.values() if row.bits <= 8 and row.kind != "scale"])
-def test_rounding_in_floats_is_that_of_any_format(name: str) -> None:
+def test_rounding_in_floats_is_that_of_any_format(name):
     """One rounding, however it is computed."""
     row = FORMATS[name]
     x = torch.cat([neighbours(every_bfloat16()[::7], 1), neighbours(numbers(name), 1)])

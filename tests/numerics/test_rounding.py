@@ -17,7 +17,7 @@ def float32_of(bits: oracle.Integers) -> Tensor:
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 7, 8, 15, 16, 18, 20, 22, 23])
-def test_a_cut_is_division_with_remainder(dropped: int) -> None:
+def test_a_cut_is_division_with_remainder(dropped):
     """Of every bfloat16, its neighbours, and a million float32 a prime stride apart; to nearest, and
     up where the remainder and an addend fill a step.
     """
@@ -37,9 +37,7 @@ def test_a_cut_is_division_with_remainder(dropped: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "quiet_one"), [(torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)]
 )
-def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(
-    dtype: torch.dtype, quiet_one: int
-) -> None:
+def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(dtype, quiet_one):
     """In vectors and in what is left beside them, which PyTorch's conversion treats otherwise."""
     bits = np.array([*NANS, *(nan + oracle.SIGN for nan in NANS)] * 7, dtype=np.int64)
     x = float32_of(bits[:67])
@@ -47,7 +45,7 @@ def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(
     assert (narrowed(x, torch.float32).view(torch.int32) == 0x7FC00000).all()
 
 
-def test_random_bits_are_the_written_hash() -> None:
+def test_random_bits_are_the_written_hash():
     keys = torch.tensor([0, -1, -(2**31), 2**31 - 1, *range(7, 2**31, 2**24 + 1)]).int()
     for seed in (0, 1, -1, 12345, -(2**31)):
         result = unsigned(random_bits(keys, torch.tensor(seed, dtype=torch.int32)))

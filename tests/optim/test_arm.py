@@ -32,16 +32,16 @@ def arm_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @SOME
-def test_an_arm_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
+def test_an_arm_kernel_has_the_bits_of_the_definition(rule, storage):
     pair = kernel_of(rule, storage)
     assert not step_cpp.has_kernel(*pair) or kernel_proof.why_no_kernel(*pair, CPU) == ""
 
 
-def test_the_norm_has_the_bits_of_the_definition() -> None:
+def test_the_norm_has_the_bits_of_the_definition():
     assert norm_kernel.difference(CPU) == ""
 
 
-def test_a_fused_rounding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_rounding_is_found(monkeypatch):
     """Every ARM fuses a multiplication with an addition, unless a flag forbids it."""
     monkeypatch.setattr(cpp, "_FLAGS", set(cpp._FLAGS) - {"-ffp-contract=off"})
     with pytest.warns(UserWarning, match="differ"):

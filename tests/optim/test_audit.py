@@ -55,7 +55,7 @@ def stalls(edqs: list[float]) -> bool:
     return reading_of_steps(steps(edqs)).stalls
 
 
-def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
+def test_a_stall_is_named_at_the_fewest_audits_and_not_before():
     assert not stalls([0.1] * (FEWEST - 1)) and stalls([0.1] * FEWEST)
     assert not stalls([MIN_EDQ] * WINDOW)
     one_event = torch.cat([steps([0.1]), steps([0.1] * 7, weight=1e-3)])
@@ -65,7 +65,7 @@ def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
 
 
 @pytest.mark.parametrize(("count", "deviation"), [(FEWEST, 50.0), (WINDOW, 0.5)])
-def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviation: float) -> None:
+def test_no_false_alarm_where_nothing_is_lost_however_noisy(count, deviation):
     """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors
     would raise 20.
     """
@@ -77,7 +77,7 @@ def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviatio
     assert false <= 2  # the chance of three is below 2 in 10,000
 
 
-def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered() -> None:
+def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered():
     healthy, stalled = (torch.zeros(1), "word"), (torch.zeros(1), "naive")
     names = {healthy[0]: "a", stalled[0]: "b"}
     auditor = Auditor()
@@ -99,7 +99,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
 
 
 @pytest.mark.parametrize(("storage", "is_told"), [("naive", True), ("stochastic", False)])
-def test_few_changes_of_a_random_rounding_are_chance(storage: str, is_told: bool) -> None:
+def test_few_changes_of_a_random_rounding_are_chance(storage, is_told):
     auditor = Auditor()
     sample = SimpleNamespace(owners=[torch.zeros(1)], storage=STORAGES[storage])
     raised = []
@@ -111,7 +111,7 @@ def test_few_changes_of_a_random_rounding_are_chance(storage: str, is_told: bool
 
 
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
-def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage: str) -> None:
+def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage):
     """The exact change is torch's AdamW at the stored weights, from moments that are not cut. Each
     element counts once.
     """
@@ -184,7 +184,7 @@ tensors, and how many there are.
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_a_fault_in_one_tensor_is_told_within_100_steps_and_nothing_else(name: str) -> None:
+def test_a_fault_in_one_tensor_is_told_within_100_steps_and_nothing_else(name):
     """By moments that were lost, too: the reading is the fraction that arrives."""
     storage, size, lr, is_fault, storage_of_others, count = FOLLOWED[name]
     torch.manual_seed(1)
@@ -223,9 +223,7 @@ MIXED = {
 
 @pytest.mark.parametrize("storage", ["word", "compact", "states8", "float32-states8", "exact"])
 @pytest.mark.parametrize("mixed", MIXED)
-def test_gradients_of_1e_minus_10_to_1e10_arrive_or_the_audit_says_so(
-    storage: str, mixed: str
-) -> None:
+def test_gradients_of_1e_minus_10_to_1e10_arrive_or_the_audit_says_so(storage, mixed):
     """Within 20 steps, by a sample of a sixteenth of the elements."""
     sizes = MIXED[mixed]
     params = parameters(storage, [(64, 64)] * len(sizes), scale=0.0)
@@ -247,7 +245,7 @@ def test_gradients_of_1e_minus_10_to_1e10_arrive_or_the_audit_says_so(
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "states8"])
-def test_rows_that_are_hit_rarely_are_stored_and_not_told(storage: str) -> None:
+def test_rows_that_are_hit_rarely_are_stored_and_not_told(storage):
     """Of 20 rows one each 25th step: a moment falls by 10²³ between two gradients of its row."""
     torch.manual_seed(1)
     (weight,) = parameters(storage, [(20, 256)], scale=0.05)
@@ -266,7 +264,7 @@ RANGES = {"word": (1e8, 1e10, 1e12), "states8": (), "compact": (), "split": ()}
 
 
 @pytest.mark.parametrize("storage", RANGES)
-def test_moments_at_the_end_of_a_range_are_told_at_the_second_audit(storage: str) -> None:
+def test_moments_at_the_end_of_a_range_are_told_at_the_second_audit(storage):
     for size in (1e-6, 1.0, 5e7, 1e8, 1e10, 1e12):
         (weight,) = parameters(storage, [(32, 256)])
         optimizer, alarms = watched([weight], lr=1e-4, storage=storage, audit_every=5)
@@ -278,7 +276,7 @@ def test_moments_at_the_end_of_a_range_are_told_at_the_second_audit(storage: str
         assert (ng.audit(optimizer)["param 0"].at_end > 0.01) == bool(told)
 
 
-def test_states_that_are_moved_between_steps_have_the_audit_of_states_that_stay() -> None:
+def test_states_that_are_moved_between_steps_have_the_audit_of_states_that_stay():
     """Offloading. bfloat16 holds a second moment up, when gradients become small."""
     shares = []
     for is_moved in (False, True):
@@ -305,7 +303,7 @@ PRUNED = {
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_moments_that_a_script_prunes_are_no_loss_of_the_storage(storage: str) -> None:
+def test_moments_that_a_script_prunes_are_no_loss_of_the_storage(storage):
     """In place, by another tensor, or by ``adopt`` where they are packed: as ReLoRA's restarts."""
     readings = {}
     for way in PRUNED:
@@ -332,7 +330,7 @@ def prune(optimizer: ng.Optimizer, weight: nn.Parameter, way: str) -> None:
         optimizer.adopt({weight: optimizer.stored(weight)}, {weight: pruned})
 
 
-def test_a_parameter_without_states_may_become_shorter() -> None:
+def test_a_parameter_without_states_may_become_shorter():
     """As by transformers' ``resize_token_embeddings``: nothing is read beyond it."""
     weight = nn.Parameter(torch.ones(50_000, 8))
     optimizer = ng.SGD([weight], lr=1e-2, storage="float32")
@@ -345,7 +343,7 @@ def test_a_parameter_without_states_may_become_shorter() -> None:
 
 @pytest.mark.parametrize("storage", ["word", "kahan", "float16/split", "exact", "float32"])
 @pytest.mark.parametrize("rule", [ng.AdamW, ng.Adam, ng.Lion])
-def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any], storage: str) -> None:
+def test_the_exact_moments_are_those_of_every_step(rule, storage):
     """However few steps are audited, and whichever code steps, of gradients in two formats."""
     last = []
     for audit_every, compiled in ((1, None), (40, None), (1, False), (20, False)):
@@ -361,7 +359,7 @@ def test_the_exact_moments_are_those_of_every_step(rule: Callable[..., Any], sto
     assert all(sums.equal(last[0]) for sums in last)
 
 
-def test_a_penalty_in_the_moments_of_a_users_rule_is_no_loss() -> None:
+def test_a_penalty_in_the_moments_of_a_users_rule_is_no_loss():
     def update(weight, gradient, moment, scalars):
         moment = moment * 0.9 + gradient + weight
         return -scalars["lr"] * moment, moment
@@ -375,8 +373,8 @@ def test_a_penalty_in_the_moments_of_a_users_rule_is_no_loss() -> None:
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 64 * 256, 20 * 300, 50_257 * 768])
 def test_a_sample_is_of_different_places_in_all_columns_and_of_others_in_each_turn(
-    numel: int,
-) -> None:
+    numel,
+):
     turns = [audit_sample.sample_of(numel, 256, turn) for turn in range(3)]
     for places in turns:
         assert len(places) == min(256, numel) and places.step % 2
@@ -386,7 +384,7 @@ def test_a_sample_is_of_different_places_in_all_columns_and_of_others_in_each_tu
         assert len({places[0] for places in turns}) == 3
 
 
-def test_a_skipped_step_is_not_audited() -> None:
+def test_a_skipped_step_is_not_audited():
     optimizer = ng.AdamW([narrow(4, 4)], audit_every=1, max_grad_norm=1.0, compile=False)
     for value in (1.0, math.inf, 1.0):
         step_along(optimizer, value)
@@ -395,7 +393,7 @@ def test_a_skipped_step_is_not_audited() -> None:
     assert reading.edq == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:
+def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors():
     """As Accelerate's and Lightning's: the optimizer is their attribute. A group that is added later
     is audited, too.
     """

@@ -24,7 +24,7 @@ STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "
 @pytest.mark.usefixtures("native_formats")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", LIMITS)
-def test_stall_case_is_survived(storage: str) -> None:
+def test_stall_case_is_survived(storage):
     error, reading = stall(storage, side=256 if storage == "word" else 64)
     assert error <= LIMITS[storage]
     assert abs(reading.edq - 1) < 0.05
@@ -33,7 +33,7 @@ def test_stall_case_is_survived(storage: str) -> None:
 @pytest.mark.usefixtures("native_formats")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", AT_RANDOM)
-def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(storage: str) -> None:
+def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(storage):
     """Updates are 2^-9 of a bfloat16's spacing: hardly one in 200 is seen, and those that are
     arrive whole.
     """
@@ -82,7 +82,7 @@ def held(storage: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> None:
+def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage):
     """A window has two ends."""
     slopes = {}
     for size in held(storage):
@@ -104,7 +104,7 @@ SCALED = [name for name in STORAGES if STORAGES[name].scaled]
 
 
 @pytest.mark.parametrize("storage", SCALED)
-def test_a_gradient_that_is_ten_thousand_times_larger_arrives_at_once(storage: str) -> None:
+def test_a_gradient_that_is_ten_thousand_times_larger_arrives_at_once(storage):
     (weight,) = parameters(storage, [(2, 256)])
     optimizer = ng.AdamW([weight], storage=storage, compile=False)
     for size in (1e-4, 1e-4, 1.0):
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_ten_thousand_times_larger_arrives_at_once(storage: s
 
 
 @pytest.mark.parametrize("storage", SCALED)
-def test_a_glitch_costs_at_most_its_block(storage: str) -> None:
+def test_a_glitch_costs_at_most_its_block(storage):
     """In other blocks of 256, of its row too, each bit is that of a run without it."""
     row = STORAGES[storage]
     stored = []
@@ -133,7 +133,7 @@ def test_a_glitch_costs_at_most_its_block(storage: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "muon", "galore"])
-def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
+def test_every_rule_takes_its_step_at_both_ends(rule):
     slopes = {}
     for storage in ("word", "split", *(["compact"] if rule != "muon" else [])):
         for size in (1e-10, 1e6) if storage == "word" else (1e-10, 1e10):
@@ -142,7 +142,7 @@ def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
 
 
 @pytest.mark.parametrize("storage", STALLED)
-def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
+def test_storages_that_stall_warn_and_name_one_that_does_not(storage):
     fallback = STORAGES[storage].fallback
     with pytest.warns(
         UpdateLossWarning, match=rf"'weight' stores \d+% .* '{fallback}' would keep it"

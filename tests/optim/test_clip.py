@@ -13,7 +13,7 @@ from tensors import gaussian
 
 
 @pytest.mark.parametrize(("size", "scale"), [(1.0, 1.0), (1e-8, 1.0), (1.0, 1024.0)])
-def test_clipping_scales_as_torch_does(size: float, scale: float) -> None:
+def test_clipping_scales_as_torch_does(size, scale):
     """Also where the norm is as small as what is added to it, and where the loss is scaled."""
     parameter = torch.nn.Parameter(torch.zeros(190, 180))
     gradient = gaussian(190, 180, scale=size)
@@ -27,7 +27,7 @@ def test_clipping_scales_as_torch_does(size: float, scale: float) -> None:
     torch.testing.assert_close(parameter.detach(), -gradient, rtol=1e-6, atol=0)
 
 
-def test_a_host_decides_with_the_bits_of_a_device() -> None:
+def test_a_host_decides_with_the_bits_of_a_device():
     """A norm below the limit leaves the gradients: then the factor is that without a limit."""
     values = [0.0, 1e-45, 1e-8, 0.2, 3.1, 7.7, 3e38, math.inf, math.nan]
     for norm, limit, scale, found_inf in product(values, values[2:8], (1.0, 3.0, 0.0), (0.0, 1.0)):

@@ -52,7 +52,7 @@ def garbage(shape: Sequence[int], bits: int, shift: int) -> oracle.Integers:
 
 
 @exhaustive("code", SHORT)
-def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code) -> None:
+def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code):
     values = values_of(code)
     steps = np.arange(len(values), dtype=np.int64)
     if code.signed:
@@ -66,7 +66,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
 
 
 @exhaustive("code", SHORT)
-def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> None:
+def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code):
     """Larger values of a window become its largest."""
     values = values_of(code)
     middles = (values[1:] + values[:-1]) / 2
@@ -88,7 +88,7 @@ def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> N
 
 
 @exhaustive("code", ALL)
-def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
+def test_every_nan_is_cut_to_the_same_bits(code):
     """Of several payloads and both signs: of a window, which has none, to its largest value."""
     payloads = np.array([0x7FC00000, 0x7F800001, 0x7FBFFFFF, 0x7FFF7FFF, 0x7FFFFFFF])
     nans = float_of(as_int32(np.concatenate([payloads, payloads + 2**31])))
@@ -104,7 +104,7 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
 
 @exhaustive("code", [c for c in ALL if c.is_window and c.rounding == "stochastic"])
 @exhaustive("where", [0.3, 1.0, 1.7e3])
-def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> None:
+def test_the_mean_over_all_addends_is_the_value(code, where):
     """A count over every addend there is, not a sample; also among the subnormals."""
     dropped = dropped_bits(code)
     value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
@@ -116,9 +116,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 
 @exhaustive("code", SCALED)
 @exhaustive("bound", [2.0**-149, 1e-40, 2.0**-100, 1e-3, 1.0, 1 + 2.0**-23, 448.0, 2.0**80, 1e38])
-def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
-    code: Code, bound: float
-) -> None:
+def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(code, bound):
     field = Field(code=code)
     into, back = codes.multipliers(torch.tensor(bound))
     mantissa, exponent = math.frexp(bound)
@@ -162,7 +160,7 @@ def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tens
 
 
 @exhaustive("storage", WHOLE)
-def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
+def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage):
     x = patterns()
     dropped = dropped_bits(storage.weight)
     finite = ~x.isnan().numpy()
@@ -188,9 +186,7 @@ DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.d
 
 @exhaustive("row", ["word", "states8"])
 @exhaustive(("weight", "num_gradients"), [(0.0, 1), (1.0, 128)])
-def test_the_fields_random_bits_are_fair_and_independent(
-    row: str, weight: float, num_gradients: int
-) -> None:
+def test_the_fields_random_bits_are_fair_and_independent(row, weight, num_gradients):
     """Every |z| < 5.5 over some 600 readings a regime: one false failure in 20,000 such tests."""
     gradient = float_of(torch.arange(num_gradients, dtype=torch.int32) << 16)[:, None]
     seeds = [step_seed(0, step) for step in range((1 << 18) // num_gradients)]

@@ -47,7 +47,7 @@ TORCHS = {
 
 @pytest.mark.parametrize("rule", TORCHS)
 @pytest.mark.parametrize(("storage", "error"), [("float32", 1e-6), ("float64", 1e-14)])
-def test_it_is_torchs_own_to_the_last_bits(storage: str, error: float, rule: str) -> None:
+def test_it_is_torchs_own_to_the_last_bits(storage, error, rule):
     """Against float64; a first step, a later one and one after a change of rate differ in their
     formulas. Groups have rates of their own, and a parameter without a gradient counts no step.
     """
@@ -75,7 +75,7 @@ def test_it_is_torchs_own_to_the_last_bits(storage: str, error: float, rule: str
 
 
 @SOME
-def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -> None:
+def test_gradients_that_are_absent_zero_or_not_finite(rule, storage):
     decay = {"weight_decay": 0.0} if rule != "own" else {}
     params = parameters(storage)
     optimizer = build(rule, params, storage, max_grad_norm=2.0, low_bits="zero", **decay)
@@ -104,7 +104,7 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_nan_reaches_the_weight_unless_a_guard_skips_the_step(storage: str) -> None:
+def test_a_nan_reaches_the_weight_unless_a_guard_skips_the_step(storage):
     params = parameters(storage)
     optimizer = build("adamw", params, storage)
     set_gradients(params, 0)
@@ -127,7 +127,7 @@ def strided(values: Tensor) -> Tensor:
 
 
 @SOME
-def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> None:
+def test_odd_shapes_and_strides_have_the_same_bits(rule, storage):
     dense = parameters(storage, ODD)
     odd = [nn.Parameter(strided(p.detach())) for p in dense]
     pair = [build(rule, params, storage, max_grad_norm=2.0) for params in (dense, odd)]
@@ -147,7 +147,7 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
 
 
 @EVERY
-def test_the_bytes_counted_are_those_of_the_tables(rule: str, storage: str) -> None:
+def test_the_bytes_counted_are_those_of_the_tables(rule, storage):
     """Those of weight, gradient and states, of bounds of rows and of a matrix rule's own states."""
     optimizer = build(rule, parameters(storage, [(16, 32)]), storage)
     take_steps(optimizer, range(1))
@@ -158,7 +158,7 @@ def test_the_bytes_counted_are_those_of_the_tables(rule: str, storage: str) -> N
 
 
 @pytest.mark.parametrize("rule", ["muon", "galore"])
-def test_a_group_of_a_matrix_rule_may_ask_for_adamw(rule: str) -> None:
+def test_a_group_of_a_matrix_rule_may_ask_for_adamw(rule):
     first, second = narrow(6, 4), narrow(6, 4)
     same = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
     take_steps(build(rule, [{"params": [first], "rule": "adamw"}], "word", **same), range(3))

@@ -69,9 +69,7 @@ def outcome(storage: str, kind: str, name: str, *, forgets: bool) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("storage", STORAGES)
-def test_what_a_script_does_between_two_steps_is_seen(
-    monkeypatch: pytest.MonkeyPatch, storage: str
-) -> None:
+def test_what_a_script_does_between_two_steps_is_seen(monkeypatch, storage):
     """Every edit in ``word``, and a tenth of them in each other storage."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # states may share memory
     place = [*STORAGES].index(storage)
@@ -83,7 +81,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_another_moment_takes_effect_or_is_refused_in_one_line(storage: str) -> None:
+def test_another_moment_takes_effect_or_is_refused_in_one_line(storage):
     for name, dtype in itertools.product(STATE_NAMES, DTYPES):
         optimizer = build(storage)
         optimizer.param_groups[0]["betas"] = 0.9, 0.9
@@ -102,7 +100,7 @@ def test_another_moment_takes_effect_or_is_refused_in_one_line(storage: str) -> 
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "kahan", "float32"])
-def test_checks_are_kept_when_two_steps_agree(storage: str) -> None:
+def test_checks_are_kept_when_two_steps_agree(storage):
     optimizer = build(storage)
     rosters = []
     for step in range(7):

@@ -32,7 +32,7 @@ def trained_and_resumed() -> list[torch.optim.Optimizer]:
     return pair
 
 
-def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
+def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix():
     """Elements of 1 keep low bits of zero in a gain alone."""
     stored = {}
     for shape in ((LONGEST_VECTOR,), (1, LONGEST_VECTOR)):
@@ -46,14 +46,14 @@ def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix() -> None:
     assert len(stored[1].unique()) > 100
 
 
-def test_a_storage_that_most_elements_do_not_have_is_named() -> None:
+def test_a_storage_that_most_elements_do_not_have_is_named():
     optimizer = ng.AdamW([("weight", vector(LONGEST_VECTOR - 1))], storage="word")
     with pytest.warns(UserWarning, match="1,048,575 of 1,048,575 elements are in storage 'master'"):
         optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [ng.Muon, GaLore])
-def test_a_flat_part_has_no_matrices(kind: Any) -> None:
+def test_a_flat_part_has_no_matrices(kind):
     matrix = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = kind([matrix], lr=1e-3)
     matrix.grad = matrix.detach()  # it steps first
@@ -62,7 +62,7 @@ def test_a_flat_part_has_no_matrices(kind: Any) -> None:
         optimizer.step()
 
 
-def test_parts_that_are_shown_in_turn_step_after_a_load() -> None:
+def test_parts_that_are_shown_in_turn_step_after_a_load():
     """ZeRO 3 shows an optimizer one part of its parameters a step."""
     optimizers = trained_and_resumed()
     trained, resumed = optimizers
@@ -79,7 +79,7 @@ def test_parts_that_are_shown_in_turn_step_after_a_load() -> None:
         assert torch.equal(part, value)
 
 
-def test_a_parameter_that_took_the_place_of_one_with_a_state_is_refused() -> None:
+def test_a_parameter_that_took_the_place_of_one_with_a_state_is_refused():
     """As ``resize_token_embeddings`` replaces one of many."""
     trained, resumed = trained_and_resumed()
     resumed.load_state_dict(trained.state_dict())

@@ -8,7 +8,7 @@ from optim.pairs import parameters, step_along
 from tensors import bits
 
 
-def test_adopted_values_are_kept_in_float64_nan_included() -> None:
+def test_adopted_values_are_kept_in_float64_nan_included():
     (weight,) = parameters("float64", [(33, 17)])
     optimizer = ng.AdamW([weight], storage="float64", low_bits="zero")
     values = torch.randn(33, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -23,7 +23,7 @@ def test_adopted_values_are_kept_in_float64_nan_included() -> None:
         assert stored[0] == 0x7FF8 << 48 and torch.equal(stored[1:], bits(values).view(-1)[1:])
 
 
-def test_a_state_of_torchs_float64_adamw_arrives_whole() -> None:
+def test_a_state_of_torchs_float64_adamw_arrives_whole():
     wide = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
     theirs = torch.optim.AdamW([wide])
     step_along(theirs, 1 / 3)

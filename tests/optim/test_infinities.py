@@ -18,9 +18,7 @@ WIDE_ENOUGH = [name for name, row in STORAGES.items() if row.visible != "float16
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
 @pytest.mark.parametrize("storage", WIDE_ENOUGH)
-def test_an_infinite_weight_stays_and_the_others_of_its_row_do_not_notice(
-    storage: str, rule: str, decay: float
-) -> None:
+def test_an_infinite_weight_stays_and_the_others_of_its_row_do_not_notice(storage, rule, decay):
     """As torch keeps them: the decay rate of a dead head, a masked bias."""
     if not is_legal(rule, storage):
         return
@@ -58,6 +56,6 @@ def moved(storage: str, glitch: float) -> Tensor:
 
 @pytest.mark.parametrize("glitch", [1e10, math.inf])
 @pytest.mark.parametrize("storage", ["compact", "states8", "float32-states8"])
-def test_one_huge_gradient_costs_its_element_and_not_its_row(storage: str, glitch: float) -> None:
+def test_one_huge_gradient_costs_its_element_and_not_its_row(storage, glitch):
     others = moved(storage, glitch)[0, 1:].mean() / moved(storage, 1e-2)[0, 1:].mean()
     assert 0.9 < float(others) < 1.1

@@ -30,8 +30,8 @@ from tensors import (
     ],
 )
 def test_steps_have_the_same_bits_under_autocast_and_any_default_dtype_and_device(
-    rule: str, storage: str, compile: bool
-) -> None:
+    rule, storage, compile
+):
     """They are the user's to choose: no step may depend on them, nor what is saved and loaded, nor
     what runs compiled.
     """
@@ -60,7 +60,7 @@ def test_steps_have_the_same_bits_under_autocast_and_any_default_dtype_and_devic
         assert_same_bits(outcomes[0], outcomes[-1])
 
 
-def test_the_first_step_of_a_large_tensor_takes_little_memory() -> None:
+def test_the_first_step_of_a_large_tensor_takes_little_memory():
     """It is proved on short cases."""
     (weight,) = parameters("exact", [(1 << 12, 1 << 10)])
     options = {"momentum": 0.9, "storage": "exact", "compile": True, "low_bits": "zero"}
@@ -78,7 +78,7 @@ SCALED = [
 
 
 @pytest.mark.parametrize(("rule", "storage", "kind"), SCALED)
-def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, kind: str) -> None:
+def test_an_overflow_is_a_step_attempted_and_not_taken(rule, storage, kind):
     """The same bits as without a scale, with a schedule that counts all four steps and a rule that
     counts three.
     """
@@ -112,7 +112,7 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert_same_bits(everything(scaled), everything(plain))
 
 
-def test_a_float16_loss_that_nobody_scaled_is_refused_and_nothing_changes() -> None:
+def test_a_float16_loss_that_nobody_scaled_is_refused_and_nothing_changes():
     """Zero gradients pass: distributed checkpoints make states by a step along them."""
     optimizer = build("adamw", parameters("float16/split"), "float16/split")
     optimizer.scales_loss = True  # as prepare says for float16

@@ -27,9 +27,7 @@ def vector() -> ng.AdamW:
 
 
 @pytest.mark.parametrize(("entries", "kind", "words"), REFUSED)
-def test_what_does_not_fit_is_refused_in_one_line(
-    entries: dict[Any, Any], kind: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_is_refused_in_one_line(entries, kind, words):
     optimizer = vector()
     groups = [{"params": [0]}]
     with pytest.raises(kind, match=words):
@@ -37,7 +35,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
     optimizer.load_state_dict({"state": {}, "param_groups": groups})  # before a step
 
 
-def test_a_state_of_another_rule_is_refused_and_leaves_the_weights() -> None:
+def test_a_state_of_another_rule_is_refused_and_leaves_the_weights():
     theirs = trained("", torch.optim.AdamW)[1]
     muon = ng.Muon([narrow(8, 8), narrow(8), narrow(8, 8)], adjust_lr_fn="match_rms_adamw")
     with refused(muon, "Cannot adopt"):
@@ -63,7 +61,7 @@ def trained(storage: str, kind: Any = ng.AdamW, **options: Any):
 
 
 @pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
-def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None:
+def test_load_state_dict_takes_another_librarys_state_with_its_options():
     """Also through a Trainer, which calls nothing else. A refused one changes nothing."""
     model, theirs = trained("", torch.optim.AdamW)
     optimizer = ng.AdamW(model.named_parameters(), lr=1.0, weight_decay=0.3, storage="exact")
@@ -92,7 +90,7 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None
     ("before", "after"),
     [("word", "exact"), ("exact", "compact"), ("float32", "word"), ("word", "float32")],
 )
-def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
+def test_a_state_goes_into_another_storage(before, after):
     """A wider one has the values, a narrower one rounds them once.
 
     The model's full weights are loaded first.
@@ -114,7 +112,7 @@ def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
-def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
+def test_torchs_adamw_goes_on_from_full_weights_and_our_state():
     """In the bits of a float32 optimizer, whatever the storage was; tied names have one weight."""
     model, ours = trained("float32")
     model.register_parameter("tied", model[1].weight)
@@ -155,16 +153,14 @@ def torch_state(make: Any, **options: Any) -> dict[str, Any]:
         (ng.AdamW, torch.optim.SGD, {}, "momentum"),
     ],
 )
-def test_a_state_whose_options_cannot_be_obeyed_is_refused(
-    ours: Any, theirs: Any, options: dict[str, Any], words: str
-) -> None:
+def test_a_state_whose_options_cannot_be_obeyed_is_refused(ours, theirs, options, words):
     optimizer = ours([nn.Parameter(torch.zeros(4))], storage="float32", lr=0.5)
     with refused(optimizer, words):
         optimizer.load_state_dict(torch_state(theirs, **options))
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_options_that_can_be_obeyed_are_taken() -> None:
+def test_options_that_can_be_obeyed_are_taken():
     rate = {"lr": 1e-2, "weight_decay": 0.0}
     for ours, theirs, options, taken in (
         (ng.Adam, torch.optim.Adam, {"fused": False, "foreach": True}, rate),
@@ -176,7 +172,7 @@ def test_options_that_can_be_obeyed_are_taken() -> None:
 
 
 @pytest.mark.parametrize("is_torchs", [False, True])
-def test_load_hooks_run_as_in_torch(is_torchs: bool) -> None:
+def test_load_hooks_run_as_in_torch(is_torchs):
     """A pre hook sees the states, and may mend an old one; a post hook runs for any state."""
     state = torch_state(torch.optim.AdamW)
     if not is_torchs:

@@ -17,7 +17,7 @@ FILLED = [name for name, row in STORAGES.items() if has_low_bits(row)]
 
 
 @pytest.mark.parametrize("visible", ["bfloat16", "float16"])
-def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible: str) -> None:
+def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible):
     """All 16-bit values beside the ends of the random bits, and some between."""
     every = every_value(visible)
     values = every.float()
@@ -32,9 +32,7 @@ def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible: str) -> N
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("value", [1.0, 0.25, -2.0, 0.13])
 @pytest.mark.parametrize(("storage", "bound"), [("exact", 0.01), ("word", 0.04), ("kahan", 0.04)])
-def test_the_visible_change_is_the_update(
-    storage: str, bound: float, value: float, sign: int
-) -> None:
+def test_the_visible_change_is_the_update(storage, bound, value, sign):
     """Also at powers of two, below which an ulp is half as large: one step of a 16th of an ulp, a
     million equal weights.
 
@@ -51,7 +49,7 @@ def test_the_visible_change_is_the_update(
 
 
 @pytest.mark.parametrize("storage", FILLED)
-def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage: str) -> None:
+def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage):
     """With a rate of 0 no visible weight changes.
 
     Equal weights get different low bits, also without a gradient.
@@ -69,7 +67,7 @@ def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage: str) -
         assert stored.unique().numel() > min(p.numel() // 3, 60)
 
 
-def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
+def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over():
     """After three steps of torch's AdamW: the model has no low bits, and its optimizer none either."""
     weights = parameters("word")
     theirs = torch.optim.AdamW(weights, lr=1e-3)
@@ -81,7 +79,7 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
     assert (stored != seen).float().mean() > 0.9 and torch.equal(stored.bfloat16(), weights[0])
 
 
-def test_names_that_a_model_gives_later_draw_no_bits() -> None:
+def test_names_that_a_model_gives_later_draw_no_bits():
     """As for an audit before the first step."""
     results = []
     for is_named in (False, True):
@@ -95,7 +93,7 @@ def test_names_that_a_model_gives_later_draw_no_bits() -> None:
     assert torch.equal(*results)
 
 
-def test_names_and_places_draw_the_bits_and_a_vector_of_ones_has_none() -> None:
+def test_names_and_places_draw_the_bits_and_a_vector_of_ones_has_none():
     def stored(name: str, *shapes: tuple[int, ...], low_bits: str = "random") -> list[torch.Tensor]:
         named = [(f"{name}{k}", narrow(*shape)) for k, shape in enumerate(shapes)]
         optimizer = ng.AdamW(named, low_bits=low_bits, seed=3)

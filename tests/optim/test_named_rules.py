@@ -14,15 +14,15 @@ from optim.pairs import build, narrow
 from optim.scenarios import OPTIMIZERS
 
 
-def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
+def test_every_optimizer_has_a_row_and_every_row_an_optimizer():
     classes = {cls for cls in Optimizer.__subclasses__() if cls.__module__ == optimizers.__name__}
     assert set(OPTIMIZERS.values()) == classes
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_steps(
-    rule: str,
-) -> None:
+    rule,
+):
     row = UPDATE_RULES[rule]
     options = inspect.signature(OPTIMIZERS[rule]).parameters.keys()
     assert {"params", "options", *row.option_names} - {"seed"} == options

@@ -3,7 +3,6 @@ storage holds 16 bits.
 """
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
+def test_mixed_formats_step_as_in_optimizers_of_their_own():
     """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by group, frozen at
     first.
     """
@@ -65,7 +64,7 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
         assert optimizer.storage_of(p) == separate.storage_of(q)
 
 
-def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
+def test_tied_strided_frozen_weights_and_gradients_that_exist():
     model = Model()
     model.head.weight = nn.Parameter(torch.randn(32, 16).t())  # by columns, as channels_last is
     model.up.weight = nn.Parameter(torch.randn(32, 8))
@@ -99,9 +98,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
         (fsdp1, "word", "float32-states8"),
     ],
 )
-def test_parameters_that_a_wrapper_holds_stay_in_float32(
-    wrap: Callable[[nn.Module], nn.Module], storage: str, row: str
-) -> None:
+def test_parameters_that_a_wrapper_holds_stay_in_float32(wrap, storage, row):
     """One line trains them in the usual order. The warning says what it costs."""
     model = wrap(Model())
     theirs = wrap(Model())
@@ -116,18 +113,18 @@ def test_parameters_that_a_wrapper_holds_stay_in_float32(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_matrix_rule_keeps_float32_moments_of_float32_weights() -> None:
+def test_a_matrix_rule_keeps_float32_moments_of_float32_weights():
     with pytest.warns(UserWarning, match="'float32' takes"):
         ng.Muon(Model().parameters(), adjust_lr_fn="match_rms_adamw")
 
 
-def test_the_warning_names_the_storage_of_what_was_rounded() -> None:
+def test_the_warning_names_the_storage_of_what_was_rounded():
     groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "storage": "word"}]
     with pytest.warns(UserWarning, match="Rounded 16 float32 weights .* of 'word'"):
         ng.AdamW(groups, storage="float32")
 
 
-def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them() -> None:
+def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them():
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
@@ -141,7 +138,7 @@ def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them
     assert not third.state and torch.equal(third.stored(model.weight), model.weight.float())
 
 
-def test_a_module_keeps_its_batch_norms_in_float32() -> None:
+def test_a_module_keeps_its_batch_norms_in_float32():
     """PyTorch multiplies one format only: under autocast the forward pass once failed."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = ng.AdamW(model, lr=1e-3)
@@ -154,7 +151,7 @@ def test_a_module_keeps_its_batch_norms_in_float32() -> None:
     assert gain.dtype is torch.float32 and not torch.equal(gain, torch.ones(8))
 
 
-def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
+def test_an_averaged_model_runs_whatever_else_the_model_holds():
     """Statistics of batch norms in bfloat16, codes of a quantized base, complex weights."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model.register_parameter(
@@ -174,7 +171,7 @@ def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
     assert torch.equal(average.module.phases.detach(), torch.full((2,), 2j))
 
 
-def test_an_average_without_its_model_is_refused() -> None:
+def test_an_average_without_its_model_is_refused():
     """A copy of the average holds a copy of the optimizer, which steps other weights than the
     model's.
     """

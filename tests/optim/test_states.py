@@ -2,8 +2,6 @@
 copies hold.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -57,7 +55,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None]) -> None:
+def test_what_states_do_not_fit_is_refused(change):
     optimizer = trained("word")
     change(optimizer)
     with refused(optimizer, REFUSED[change]):
@@ -65,7 +63,7 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "master"])
-def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
+def test_states_pass_on_to_parameters_that_replace_others(storage):
     """As Accelerate's FSDP2 does with what ``prepare`` returned."""
     pair = []
     for _ in range(2):
@@ -86,7 +84,7 @@ def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
 
 
 @pytest.mark.parametrize("count", [9, torch.tensor(9), torch.tensor(9.0, dtype=torch.float64)])
-def test_a_count_of_any_kind_goes_on(count: object) -> None:
+def test_a_count_of_any_kind_goes_on(count):
     """A kernel reads and writes float32."""
     optimizer = trained("word")
     optimizer.compile = None
@@ -100,9 +98,7 @@ def test_a_count_of_any_kind_goes_on(count: object) -> None:
     ("storage", "place", "damaged"),
     [("word", 0, "packed"), ("compact", 0, "exp_avg_sq_bound"), ("collage-plus", 1, "exp_avg_sq_low")],
 )  # fmt: skip
-def test_an_unfit_state_is_refused_and_nothing_is_lost(
-    storage: str, place: int, damaged: str
-) -> None:
+def test_an_unfit_state_is_refused_and_nothing_is_lost(storage, place, damaged):
     """Without a tensor, with one of another shape, of another window or storage."""
     optimizer = trained(storage)
     state = trained(storage).state_dict()
@@ -124,7 +120,7 @@ def test_an_unfit_state_is_refused_and_nothing_is_lost(
 
 
 @STORED
-def test_a_state_dict_copies_nothing(storage: str) -> None:
+def test_a_state_dict_copies_nothing(storage):
     optimizer = trained(storage)
     saved = optimizer.state_dict()["state"]
     for k, p in enumerate(parameters_of(optimizer)):
@@ -132,7 +128,7 @@ def test_a_state_dict_copies_nothing(storage: str) -> None:
             assert saved[k][name].data_ptr() == tensor.data_ptr(), name
 
 
-def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses() -> None:
+def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses():
     exact, word = trained("exact"), trained("word")
     (first, *_), (packed, *_) = parameters_of(exact), parameters_of(word)
     exact.state[first]["exp_avg"].zero_()
@@ -141,7 +137,7 @@ def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses() -> 
         word.state[packed]["exp_avg"].zero_()
 
 
-def test_a_state_given_to_another_rules_optimizer_is_stepped_by_that_rule() -> None:
+def test_a_state_given_to_another_rules_optimizer_is_stepped_by_that_rule():
     """As a script does that keeps the moments when it goes from Adam to AdamW."""
     outcomes = []
     for is_copied in (False, True):
@@ -156,7 +152,7 @@ def test_a_state_given_to_another_rules_optimizer_is_stepped_by_that_rule() -> N
 
 @pytest.mark.parametrize("storage", ["float16/split", "float16/master", "word"])
 @pytest.mark.parametrize("size", [1e-9, 1e6])
-def test_a_float32_gradient_of_a_16_bit_weight_is_read_as_it_is(storage: str, size: float) -> None:
+def test_a_float32_gradient_of_a_16_bit_weight_is_read_as_it_is(storage, size):
     dtype = getattr(torch, STORAGES[storage].visible)
     moved = []
     for visible in (dtype, torch.float32):

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import astuple
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ LAWS += [("Triton", *pair) for pair in over(OF_EACH_KIND).args[1]]
 
 
 @pytest.mark.parametrize(("language", "rule", "storage"), LAWS, indirect=["language"])
-def test_a_kernel_has_the_bits_of_the_definition(language: str, rule: str, storage: str) -> None:
+def test_a_kernel_has_the_bits_of_the_definition(language, rule, storage):
     """Ordinary and edge values, infinities, NaNs, odd ends, float32 gradients."""
     assert kernel_proof.why_no_kernel(*kernel_of(rule, storage), CPU) == ""
 
@@ -150,7 +149,7 @@ def gradient_of(param: Tensor, k: int, step: int) -> Tensor | None:
 
 
 @pytest.mark.parametrize(("rule", "storage"), FEW)
-def test_steps_of_an_optimizer_are_the_same(language: str, rule: str, storage: str) -> None:
+def test_steps_of_an_optimizer_are_the_same(language, rule, storage):
     """However a step runs, its audit is the definition of a sample."""
     ours, theirs = (
         train(rule, storage, compiled=compiled, max_grad_norm=1.0, audit_every=2)
@@ -164,7 +163,7 @@ def test_steps_of_an_optimizer_are_the_same(language: str, rule: str, storage: s
         assert astuple(ng.audit(ours)[name]) == pytest.approx(astuple(reading), nan_ok=True), name
 
 
-def test_a_version_is_raised_by_a_launch() -> None:
+def test_a_version_is_raised_by_a_launch():
     """A backward pass that saved the weight refuses it, as after torch's own step."""
     params = parameters("word", [(8, 8)])
     optimizer = ng.AdamW(params, storage="word", compile=True)
@@ -176,7 +175,7 @@ def test_a_version_is_raised_by_a_launch() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
+def test_the_norm_has_the_bits_of_the_definition(dtype):
     tensors = [
         gaussian(5, 7),
         gaussian(0, 3, dtype=dtype),
@@ -191,7 +190,7 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("storage", ["word", "compact"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_step_that_a_device_skips_changes_nothing(storage: str, compiled: bool) -> None:
+def test_a_step_that_a_device_skips_changes_nothing(storage, compiled):
     """A host asks before it steps."""
     params = parameters(storage, [(12, 10), (7, 9)])
     optimizer = ng.AdamW(params, storage=storage, compile=compiled, audit_every=0)
@@ -203,7 +202,7 @@ def test_a_step_that_a_device_skips_changes_nothing(storage: str, compiled: bool
     assert_same_bits(before, everything(optimizer))
 
 
-def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_one_launch(monkeypatch):
     """Of a param group. One more finds the norm, whatever the number of tensors."""
     calls = []
     call = launch.KernelLaunch.call
@@ -220,9 +219,7 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unproved")
-def test_where_no_library_is_the_definition_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_no_library_is_the_definition_steps(monkeypatch, tmp_path):
     cpp.build.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
@@ -236,7 +233,7 @@ def test_where_no_library_is_the_definition_steps(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_step_keeps_no_gradient_and_no_state(max_grad_norm: float | None) -> None:
+def test_a_step_keeps_no_gradient_and_no_state(max_grad_norm):
     """The next forward pass needs their memory. A parameter may be replaced.
 
     Without a norm, ``found_inf`` asks which were finite.
@@ -277,7 +274,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_compiled_step_has_the_bits_of_its_definition(name: str) -> None:
+def test_a_compiled_step_has_the_bits_of_its_definition(name):
     way, values, make = BESIDE[name]
     results = []
     for compiled in (True, False):
@@ -336,7 +333,7 @@ FAULTS = {
 
 @pytest.mark.usefixtures("unproved")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_other_bits_are_noticed(monkeypatch, fault):
     """Also a last bit, which shows in one of a thousand weights of 16 bits."""
     right, wrong, storage = FAULTS[fault]
     text = step_cpp.joined_files()
@@ -348,7 +345,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> 
 
 
 @pytest.mark.usefixtures("unproved")
-def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_passes_is_not_remembered(monkeypatch):
     """Such as a full disk."""
     kernel = kernel_of("adamw", "exact")
 

@@ -81,7 +81,7 @@ def count(storage: str, machine: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux" or version() != VERSION, reason="another compiler")
 @pytest.mark.parametrize("storage", COUNTS)
-def test_a_step_takes_no_more_instructions(storage: str) -> None:
+def test_a_step_takes_no_more_instructions(storage):
     counted = [round(count(storage, machine), 2) for machine in LANES]
     for now, most in zip(counted, COUNTS[storage], strict=True):
         assert now <= SLACK * most, f"{storage}: {counted} instructions an element"

@@ -13,7 +13,7 @@ from tensors import assert_same_bits, take_steps
 
 
 @pytest.mark.parametrize("storage", ["word", "compact"])
-def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+def test_a_chunk_boundary_changes_nothing(monkeypatch, storage):
     results = []
     for chunk in (1 << 15, 1000, 30):
         monkeypatch.setattr("narrowgauge.numerics.chunks.CHUNK", chunk)
@@ -28,7 +28,7 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
 @pytest.mark.parametrize(
     ("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")]
 )
-def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
+def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule, storage):
     """Compiled without a GPU."""
     triton = pytest.importorskip("triton")
     types = {"table": "*i64", "tensor_of_program": "*i32", "numbers": "*fp32", "control": "*fp32"}

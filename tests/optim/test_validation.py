@@ -36,9 +36,7 @@ LATER = {
 @exhaustive(
     ("rule", "option"), [(rule, option) for rule, options in LATER.items() for option in options]
 )
-def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
-    rule: str, option: str
-) -> None:
+def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule, option):
     """And makes a difference, so that the comparison says something."""
     count = 2 if option == "adjust_lr_fn" else 3  # vectors take no rate of Muon's own
     same, moved = [build(rule, parameters("word")[:count], "word") for _ in range(2)]
@@ -62,9 +60,7 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
         ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
     ],
 )
-def test_options_that_need_other_states_are_refused(
-    rule: str, option: str, value: object, words: str
-) -> None:
+def test_options_that_need_other_states_are_refused(rule, option, value, words):
     optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
     optimizer.param_groups[0][option] = value
@@ -73,7 +69,7 @@ def test_options_that_need_other_states_are_refused(
 
 
 @pytest.mark.parametrize("make", [ng.AdamW, ng.Lion, ng.SGD])
-def test_what_torch_has_besides_is_ignored_or_refused_in_one_line(make: Any) -> None:
+def test_what_torch_has_besides_is_ignored_or_refused_in_one_line(make):
     """As an argument and in a group."""
     for name in ("fused", "foreach", "capturable", "differentiable"):
         make([narrow(4, 6)], **{name: True})
@@ -104,7 +100,7 @@ OF_OURS = {
     ("rule", "option"),
     [(rule, option) for rule in RULES for option in (WRONG if rule == "own" else WRONG | OF_OURS)],
 )
-def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule: str, option: str) -> None:
+def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule, option):
     """Before a state of any group moves. The optimizer goes on with the old option."""
     optimizer = build(rule, [{"params": [p]} for p in parameters("word")[:2]], "word")
     take_steps(optimizer, range(1))
@@ -119,7 +115,7 @@ def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule: str, option: 
 
 
 @exhaustive(("rule", "storage"), PAIRS)
-def test_a_parameter_whose_elements_share_memory_is_refused(rule: str, storage: str) -> None:
+def test_a_parameter_whose_elements_share_memory_is_refused(rule, storage):
     """When the optimizer is made, and later before a state moves."""
     shared = parameters(storage, [(1, 10)])[0].data.expand(12, 10)
     with pytest.raises(ng.errors.RecipeError, match="share memory"):
@@ -218,12 +214,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "make"), REFUSED)
-def test_what_cannot_be_obeyed_is_refused_in_one_line(words: str, make: Callable[[], Any]) -> None:
+def test_what_cannot_be_obeyed_is_refused_in_one_line(words, make):
     with pytest.raises(ng.errors.RecipeError, match=words):
         make()
 
 
-def test_what_is_refused_changes_nothing() -> None:
+def test_what_is_refused_changes_nothing():
     first, second = narrow(2, 3), narrow(2, 3)
     optimizer = ng.AdamW([first, second])
     with pytest.raises(ng.errors.RecipeError, match="of shape"):
@@ -238,7 +234,7 @@ def test_what_is_refused_changes_nothing() -> None:
     take_steps(optimizer, range(1))
 
 
-def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
+def test_muon_takes_vectors_at_a_rate_of_adamws():
     optimizer = ng.Muon([narrow(4, 6)], lr=0.02)
     optimizer.add_param_group({"params": [narrow(5)], "rule": "adamw", "lr": 3e-4})
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
@@ -248,14 +244,14 @@ def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_defaults_are_torchs(name: str) -> None:
+def test_defaults_are_torchs(name):
     ours = getattr(ng, name)(parameters("float32", [(6, 4)]), storage="float32")
     theirs = getattr(torch.optim, name)(parameters("float32")[:1]).defaults
     for option in ours.defaults.keys() & theirs.keys() - {"eps"}:
         assert ours.defaults[option] == theirs[option], option
 
 
-def test_no_step_is_taken_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_taken_in_a_cuda_graph(monkeypatch):
     optimizer = ng.AdamW([narrow(2, 2)])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -264,7 +260,7 @@ def test_no_step_is_taken_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
+def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule):
     optimizer = build(rule, parameters("word"), "word")
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
     take_steps(optimizer, range(1))
@@ -277,7 +273,7 @@ def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float64, Holder])
-def test_a_frozen_parameter_of_another_format_is_left_alone(kind: Any) -> None:
+def test_a_frozen_parameter_of_another_format_is_left_alone(kind):
     """As the base of a quantized model. It is refused when it has a gradient."""
     weight = narrow(4, 4)
     frozen = []
@@ -296,7 +292,7 @@ def test_a_frozen_parameter_of_another_format_is_left_alone(kind: Any) -> None:
             optimizer.step()
 
 
-def test_notes_of_other_code_stay_beside_a_state() -> None:
+def test_notes_of_other_code_stay_beside_a_state():
     weight = narrow(4, 4)
     optimizer = ng.AdamW([weight], compile=False)
     optimizer.state[weight]["old_p"] = weight.detach().clone()

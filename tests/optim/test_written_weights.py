@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.step import codes
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES
 from optim.pairs import build, every_value, parameters
 from tables import exhaustive
 from tensors import gaussian, take_steps
@@ -31,7 +31,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_what_is_written_stays(storage: str) -> None:
+def test_what_is_written_stays(storage):
     """With a rate of 0: next to random low bits, and after steps."""
     for name, write in WRITERS.items():
         shapes = [(64, 1024), (65,)] if name == "loaded" else [(6, 9), (7,)]
@@ -50,7 +50,7 @@ def test_what_is_written_stays(storage: str) -> None:
 
 
 @exhaustive("storage", [row for row in STORAGES.values() if row.visible != "float32"])
-def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
+def test_what_is_stored_rounds_to_what_is_seen(storage):
     """Every visible value, beside the ends of what is stored next to it; and after a change of
     storage.
     """

@@ -1,7 +1,6 @@
 """Machines as they are asked for: nodes of chips, chips of one's own, and what contradicts itself."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
 
 
-def test_a_file_describes_a_chip_and_its_node(tmp_path: Path) -> None:
+def test_a_file_describes_a_chip_and_its_node(tmp_path):
     file = tmp_path / "mine.toml"
     text = 'like = "V100"\nnetwork_gbit_per_second = 400\nchips_per_node = 4\nhost_memory_gb = 64\n'
     file.write_text(text)
@@ -21,7 +20,7 @@ def test_a_file_describes_a_chip_and_its_node(tmp_path: Path) -> None:
     assert machine.host_memory_bytes == 256 * 2**30
 
 
-def test_a_host_of_a_tenth_of_the_rate_updates_ten_times_as_long() -> None:
+def test_a_host_of_a_tenth_of_the_rate_updates_ten_times_as_long():
     seconds = []
     for rate in (4e9, 4e8):
         chip = replace(get_chip("H100-SXM"), host_updates_per_second=rate)
@@ -33,7 +32,7 @@ def test_a_host_of_a_tenth_of_the_rate_updates_ten_times_as_long() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(num_parameters * (1 / 4e8 - 1 / 4e9), rel=0.02)
 
 
-def test_chips_fill_whole_nodes() -> None:
+def test_chips_fill_whole_nodes():
     # 128 and 256 GB200s run in published steps, in racks of 72. Otherwise nodes fill evenly; the last
     # one may lack chips.
     for chip, sizes in (

@@ -61,7 +61,7 @@ def figures():
     return rows
 
 
-def test_no_rate_and_no_memory_moved(update_golden: bool) -> None:
+def test_no_rate_and_no_memory_moved(update_golden):
     rows = figures()
     if update_golden:
         text = ",\n".join(f"{json.dumps(name)}: {values}" for name, values in rows.items())

@@ -4,7 +4,6 @@ of their configuration.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def built(keys: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) -> None:
+def test_parameters_and_the_largest_layer_are_those_of_the_class(family):
     model = built(config(family))
     shape = of_config(config(family), family)
     assert shape.num_parameters == sum(value.numel() for value in model.parameters())
@@ -61,7 +60,7 @@ def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_operations_are_those_that_pytorch_counts(family: str) -> None:
+def test_operations_are_those_that_pytorch_counts(family):
     """FlopCounterMode counts every matmul of forward and backward; the attention without mask,
     which is not causal.
     """
@@ -83,7 +82,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
+def test_a_preset_is_the_class_of_its_configuration(name):
     """What is not named has the default of its class, which is a released model."""
     preset = read_model(name)
     read = of_config(PRESETS[name], name)
@@ -97,7 +96,7 @@ def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
     assert preset.flops_per_token(4096) == read.flops_per_token(4096)
 
 
-def test_presets_and_folders_have_their_published_parameters(tmp_path: Path) -> None:
+def test_presets_and_folders_have_their_published_parameters(tmp_path):
     """Mixtral 8x7B has 46.7 billion parameters, not the 7.2 of a Llama of its width."""
     for model in MODELS.values():
         assert read_model(model.name).num_parameters == model.num_parameters
@@ -109,7 +108,7 @@ def test_presets_and_folders_have_their_published_parameters(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["mamba", "jetmoe"])
-def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind: str) -> None:
+def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind):
     """Recurrent layers, linear attention, and attention of experts: no formula here is theirs."""
     keys = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64}
     size = sum(value.numel() for value in built(keys).parameters())
@@ -119,7 +118,7 @@ def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind: s
         of_config(keys, kind)
 
 
-def test_causal_attention_is_half_and_windows_are_counted() -> None:
+def test_causal_attention_is_half_and_windows_are_counted():
     plain = read_model("llama-8b")
     assert plain.attention_flops(4096) == 6 * 32 * 4096 * 4096
     near = replace(plain.layers[0], window=16)
@@ -142,7 +141,7 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_hybrids_are_rows_of_their_kinds_of_layers(family: str) -> None:
+def test_hybrids_are_rows_of_their_kinds_of_layers(family):
     """One of four layers has attention, the others are counted by their matmuls. Jamba was once
     planned as if all had it.
     """

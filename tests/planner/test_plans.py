@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from planner.jobs import LLAMA, TITAN_CONFIG, TITAN_LOG, estimate
 @pytest.mark.parametrize(
     ("recipe", "width"), [("bfloat16/word", 8), ("bfloat16/master", 16), ("bfloat16/states8", 6)]
 )
-def test_state_is_sharded_as_zero_says(recipe: str, width: float) -> None:
+def test_state_is_sharded_as_zero_says(recipe, width):
     count = LLAMA.num_parameters
     states = (width - 4) * count
     for zero, weights, gradients, optimizer in (
@@ -41,7 +40,7 @@ def test_state_is_sharded_as_zero_says(recipe: str, width: float) -> None:
         assert groups["optimizer"] == pytest.approx(states / optimizer, rel=2e-3)
 
 
-def test_what_layers_keep_by_hand() -> None:
+def test_what_layers_keep_by_hand():
     """34 bytes per token and feature of a GPT's fused layer, of which two are dropout masks:
     Korthikanti et al., arXiv 2205.05198, equation 1; with a flash kernel, which saves no scores.
     """
@@ -54,7 +53,7 @@ def test_what_layers_keep_by_hand() -> None:
     assert kept == sorted(kept, reverse=True) and kept[2] == 8 * 32 * 2 * 4096 * 4096
 
 
-def test_inputs_of_layers_on_the_host_leave_the_chip() -> None:
+def test_inputs_of_layers_on_the_host_leave_the_chip():
     """Rows above 100,000 tokens are trained so (TRL, Unsloth, DeepSpeed): a layer's input waits on the host."""
     layout = "shard=8,recompute=full"
     chip, host = (estimate(f"saves={where}", layout, length=131_072) for where in ("chip", "host"))
@@ -70,13 +69,13 @@ RULES = [("sgd", "float32", 4, 0), ("lion", "float32", 4, 4), ("adamw", "float32
 
 
 @pytest.mark.parametrize(("rule", "storage", "wider", "width"), RULES)
-def test_states_are_those_of_the_rule(rule: str, storage: str, wider: float, width: float) -> None:
+def test_states_are_those_of_the_rule(rule, storage, wider, width):
     job = estimate(recipe=f"bfloat16/{storage}", optimizer=rule)
     assert job.memory["optimizer"] == pytest.approx(width * LLAMA.num_parameters, rel=1e-3)
     assert job.bytes_per_param == pytest.approx(4 + wider + width)
 
 
-def test_embedding_and_head_train_in_copies_beside_adapters() -> None:
+def test_embedding_and_head_train_in_copies_beside_adapters():
     """PEFT's modules_to_save: the frozen weights stay."""
     plain = estimate(lora=16, recipe="bfloat16/word")
     both = estimate(lora=16, train_embeddings=True, recipe="bfloat16/word")
@@ -85,14 +84,14 @@ def test_embedding_and_head_train_in_copies_beside_adapters() -> None:
     assert both.memory["weights"] - plain.memory["weights"] == 2 * outer
 
 
-def test_frozen_experts_are_whole_on_the_ranks_that_share_them() -> None:
+def test_frozen_experts_are_whole_on_the_ranks_that_share_them():
     """Two of eight ranks share the experts: each holds half of them, in bfloat16."""
     job = estimate(asked="shard=8,expert=2", model="mixtral-8x7b", lora=16)
     experts = 32 * 3 * 8 * 4096 * 14_336
     assert job.memory["weights"] > 2 * experts / 2
 
 
-def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
+def test_offloaded_parameters_leave_the_chip_and_land_on_the_host():
     """LoRA of 70B on one H100: 144 GB stayed on the chip once, and the host had 3."""
     job = estimate("deepspeed,offload=true", "recompute=full", model="llama-70b", lora=16)
     assert job.memory["weights"] < 10e9 and job.host_bytes > 140e9 and job.fits
@@ -115,7 +114,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize(("chip", "first"), FIRST.items())
-def test_the_first_answer_of_a_chip(chip: str, first: str) -> None:
+def test_the_first_answer_of_a_chip(chip, first):
     """Stated by hand. For V100 it was once a storage that trains at 2 % of the rate."""
     best = plan("llama-8b", chip=chip, chips=8, sequence_length=2048).best
     assert best.recipe.name == first
@@ -145,7 +144,7 @@ FITS = (
 
 
 @pytest.mark.parametrize(("asked", "fits"), FITS)
-def test_what_fits(asked: dict[str, Any], fits: bool) -> None:
+def test_what_fits(asked, fits):
     answer = plan(**asked, advise=False)
     best = answer.best
     assert best.fits == fits
@@ -155,7 +154,7 @@ def test_what_fits(asked: dict[str, Any], fits: bool) -> None:
         assert best.host_bytes > 12 * 405e9 and "lacks room" in answer.sentences()[0]
 
 
-def test_what_fits_instead_is_named_and_fits() -> None:
+def test_what_fits_instead_is_named_and_fits():
     for question, texts in (
         ({"model": "llama-8b", "chip": "RTX-4090", "lora": 16, "sequence_length": 8192}, ["--base nf4"]),
         ({"model": "llama-33b", "recipes": "bfloat16/word", "chip": "H100-SXM"}, ["offload=true", "--lora 16 --base nf4"]),
@@ -169,18 +168,18 @@ def test_what_fits_instead_is_named_and_fits() -> None:
         assert all(text in changes for text in texts)
 
 
-def test_rows_have_one_number_of_tokens_per_step() -> None:
+def test_rows_have_one_number_of_tokens_per_step():
     answer = plan("llama-8b", chip="H100-SXM", chips=12)
     assert len({option.tokens_per_step for option in answer.options}) == 1
 
 
-def test_what_is_fixed_stays() -> None:
+def test_what_is_fixed_stays():
     for asked in ({"tensor": 2, "recompute": "full", "micro_batch": 2, "zero": 1}, {"zero": 0}):
         best = plan("llama-33b", chip="A100-SXM4-80GB", chips=32, layout=asked, advise=False).best
         assert {name: getattr(best.layout, name) for name in asked} == asked
 
 
-def test_a_chip_without_a_format_is_named() -> None:
+def test_a_chip_without_a_format_is_named():
     answer = plan("llama-8b", recipes=["bfloat16/word", "float16/master"], chip="V100", chips=8)
     assert [job.recipe.name for job in answer.options] == ["float16/master"]
     assert any("V100" in line and "bfloat16" in line for line in answer.sentences())
@@ -204,9 +203,7 @@ def titan(**changes: Any) -> ng.MeasuredRun:
     ("changes", "rate", "peak"),
     [({"chips": 128}, 834_000, 66.6), ({"recipes": "float8-tensor/float32"}, 68_300, 82.5)],
 )
-def test_torchtitans_next_runs_are_as_measured(
-    changes: dict[str, Any], rate: float, peak: float
-) -> None:
+def test_torchtitans_next_runs_are_as_measured(changes, rate, peak):
     """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md."""
     told = titan().next(**changes)
     assert told.difference == "size, layout, batch, precision, chips"
@@ -215,7 +212,7 @@ def test_torchtitans_next_runs_are_as_measured(
     assert told.peak_interval[0] < peak < told.peak_interval[1]
 
 
-def test_the_next_run_is_moved_towards_what_was_measured() -> None:
+def test_the_next_run_is_moved_towards_what_was_measured():
     free = titan()
     counted = free.job.allocated_bytes / 1e9
     plain = ng.plan(**{**free.asked, "chips": 16}, tokens_per_step=1 << 18, advise=False).best
@@ -227,7 +224,7 @@ def test_the_next_run_is_moved_towards_what_was_measured() -> None:
         assert told.peak_gb == pytest.approx(plain.allocated_bytes / 1e9 + more)
 
 
-def test_without_a_change_the_answer_is_what_was_measured() -> None:
+def test_without_a_change_the_answer_is_what_was_measured():
     """67,416 tokens/s were once planned where 60,000 had been measured."""
     run = titan(tokens_per_second=60_000)
     for changes in ({}, {"chips": 8}):
@@ -236,7 +233,7 @@ def test_without_a_change_the_answer_is_what_was_measured() -> None:
         assert "60,000 tokens/s" in str(told) and "this is the run you gave" in str(told)
 
 
-def test_what_differs_most_decides_the_interval() -> None:
+def test_what_differs_most_decides_the_interval():
     run = titan()
     rows = (
         ({"model": "llama-70b", "chips": 64}, "size, layout, batch, precision, chips"),
@@ -258,8 +255,8 @@ def test_what_differs_most_decides_the_interval() -> None:
     {"lora": 16, "base": "nf4"}, {"model": "mixtral-8x7b", "chips": 64},
 ])  # fmt: skip
 def test_what_no_pair_of_runs_differs_in_has_the_plain_plan_and_no_interval(
-    changes: dict[str, Any],
-) -> None:
+    changes,
+):
     """An H100 answered for a V100 at ±15 %, and all weights for adapters."""
     run = titan(tokens_per_second=40_000)
     told = run.next(**changes)
@@ -268,7 +265,7 @@ def test_what_no_pair_of_runs_differs_in_has_the_plain_plan_and_no_interval(
     assert told.peak_gb == told.job.allocated_bytes / 1e9 and "no interval" in str(told)
 
 
-def test_adapters_are_corrected_by_adapters_and_mixtures_by_mixtures() -> None:
+def test_adapters_are_corrected_by_adapters_and_mixtures_by_mixtures():
     asked = {"chip": "A100-SXM4-80GB", "program": "hf-trainer", "tokens_per_second": 2_000}
     run = ng.MeasuredRun("llama-8b", lora=16, base="nf4", **asked)
     assert run.next(lora=32).rate_interval
@@ -276,7 +273,7 @@ def test_adapters_are_corrected_by_adapters_and_mixtures_by_mixtures() -> None:
     assert mixture.next(chips=32).difference == "mixture"
 
 
-def test_a_measured_run_is_one_run_that_its_machine_can_do() -> None:
+def test_a_measured_run_is_one_run_that_its_machine_can_do():
     """900 GB on an 80 GB chip passed, and the rate of one GPU counted as that of eight."""
     asked = {"model": "llama-8b", "chip": "H100-SXM", "chips": 8, "tokens_per_second": 53_336}
     run = ng.MeasuredRun(**{**asked, "tokens_per_second": 0}, tokens_per_second_per_chip=6_667)
@@ -306,7 +303,7 @@ def printed(*words: str) -> str:
     return CliRunner().invoke(main, ["plan", "next", *words]).output
 
 
-def test_what_the_measured_run_did_not_name_is_told() -> None:
+def test_what_the_measured_run_did_not_name_is_told():
     """`plan next` once took float8-row/word for a run that did not say its recipe."""
     text = printed(f"{EIGHT} layout=zero=3", "chips=16")
     assumed = "sequence_length=4096, recipes=bfloat16/master, program=compiled\n"
@@ -317,7 +314,7 @@ def test_what_the_measured_run_did_not_name_is_told() -> None:
     assert "assumed" not in str(titan())
 
 
-def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
+def test_a_run_is_read_from_a_file_and_a_log(tmp_path):
     file = tmp_path / "run.toml"
     (tmp_path / "log.csv").write_text(
         "step,loss,tokens_per_second\n1,3,50000\n2,2,53336\n3,2,54000\n"
@@ -340,7 +337,7 @@ def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
         assert result.exit_code == 2 and re.search(says, result.output)
 
 
-def test_a_run_folder_of_our_trainer_needs_no_file(tmp_path: Path) -> None:
+def test_a_run_folder_of_our_trainer_needs_no_file(tmp_path):
     config = {
         "model": "llama-8b", "recipe": "bfloat16/word", "sequence_length": 2048, "batch_size": 64,
         "gradient_accumulation_steps": 16,
@@ -356,7 +353,7 @@ def test_a_run_folder_of_our_trainer_needs_no_file(tmp_path: Path) -> None:
     assert str(run.job.layout).startswith("shard=8,micro_batch=4,micro_batches=2")
 
 
-def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
+def test_a_next_run_that_no_layout_takes_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('like = "H100-SXM"\n')
     mine = ng.MeasuredRun("llama-8b", chip=file, chips=8, tokens_per_second=53_336)
@@ -365,7 +362,7 @@ def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
         titan().next(chips=64, tokens_per_step=8192, layout="zero=3,tensor=1")
 
 
-def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) -> None:
+def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path):
     (tmp_path / "train.log").write_text(TITAN_LOG)
     (tmp_path / "titan.json").write_text(TITAN_CONFIG)
     words = f"config={tmp_path / 'titan.json'} log={tmp_path / 'train.log'} chip=H100-SXM chips="
@@ -384,7 +381,7 @@ def test_torchtitans_configuration_and_log_are_a_measured_run(tmp_path: Path) ->
             read_measured(f"{words}8")
 
 
-def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path: Path) -> None:
+def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path):
     config = """{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
                  "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}"""
     state = """{"train_batch_size": 4, "log_history": [{"step": 10, "loss": 1.0}, {"step": 20, "train_runtime": 100.0,

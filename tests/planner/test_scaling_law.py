@@ -7,7 +7,7 @@ from narrowgauge.planner.scaling import read_points, scaling_row
 DAY = 86400.0
 
 
-def test_two_points_fit_and_nothing_checks_them() -> None:
+def test_two_points_fit_and_nothing_checks_them():
     points = read_points("128:10d,256:7d")
     row = scaling_row(points, [512])
     assert row["law"] == pytest.approx({"divided": 768 * DAY, "constant": 4 * DAY, "error": 0})
@@ -24,7 +24,7 @@ MEANINGS = {
 
 
 @pytest.mark.parametrize(("text", "says"), MEANINGS.items())
-def test_other_times_say_what_they_mean(text: str, says: str) -> None:
+def test_other_times_say_what_they_mean(text, says):
     row = scaling_row(read_points(text))
     assert any(says in line for line in row["sentences"])
     assert bool(row["seconds"]) == (says != "measure again")

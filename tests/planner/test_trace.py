@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from narrowgauge.planner.trace import read_trace
 KERNELS = (("sm90_xmma_gemm_bf16", 0, 50e4), ("ncclDevKernel_AllReduce", 60e4, 20e4), ("nobody_knows", 70e4, 20e4))  # fmt: skip
 
 
-def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path: Path) -> None:
+def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path):
     events = [
         {"name": "ProfilerStep#1", "ts": 0},
         {"name": "ProfilerStep#2", "ts": 45e4},
@@ -34,7 +33,7 @@ def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": []}', '{"traceEvents": [3]}'])
-def test_what_is_no_trace_is_refused(content: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_refused(content, tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(RecordError):

@@ -26,7 +26,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_values_that_no_question_has_are_refused(name: str) -> None:
+def test_values_that_no_question_has_are_refused(name):
     for value in WRONG[name]:
         with pytest.raises(NarrowgaugeError) as error:
             plan(**{"model": "llama-8b", "chip": "H100-SXM", name: value})
@@ -34,6 +34,6 @@ def test_values_that_no_question_has_are_refused(name: str) -> None:
         assert "\n" not in text and (error.value.advice or "must be" in text), text
 
 
-def test_a_program_is_read_with_its_fields() -> None:
+def test_a_program_is_read_with_its_fields():
     program = read_program("torchtitan, loss=chunked, release=true")
     assert (program.name, program.loss, program.release) == ("torchtitan", "chunked", True)

@@ -59,7 +59,7 @@ def line(values: list[float], **more: Any) -> Line:
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_differences_are_paired_by_seed_and_averaged() -> None:
+def test_differences_are_paired_by_seed_and_averaged():
     """Seeds lie a whole nat apart; each pair differs by a quarter."""
     runs = []
     for recipe, more, seeds in (("bfloat16/master", 0.0, 2), ("bfloat16/word", 0.25, 3)):
@@ -77,7 +77,7 @@ def test_differences_are_paired_by_seed_and_averaged() -> None:
             assert one.values == pytest.approx([0.25] * len(one.values))
 
 
-def test_no_axis_makes_a_trend_of_noise_or_is_flattened_by_a_spike() -> None:
+def test_no_axis_makes_a_trend_of_noise_or_is_flattened_by_a_spike():
     assert axis_range(np.array([*range(100), 1e6]))[1] < 1000
     assert axis_range(np.array([1.0, 2.0, 3.0, 4.0, 1000.0])) == pytest.approx((0.25, 16.75))
     assert axis_range(np.array([0.9996, 1.0003]), (0.0, 1.1)) == (0.0, 1.1)
@@ -87,7 +87,7 @@ def test_no_axis_makes_a_trend_of_noise_or_is_flattened_by_a_spike() -> None:
         assert low < high and len(ticks(low, high)) >= 2
 
 
-def test_a_long_line_is_drawn_by_means_and_keeps_its_last_step() -> None:
+def test_a_long_line_is_drawn_by_means_and_keeps_its_last_step():
     thin = thinned(line([2.0 + step % 2 for step in range(1, 10_002)]), 20)
     assert len(thin.steps) == 500 and thin.steps[-1] == 10_001
     assert thin.values == pytest.approx([2.5] * 500)
@@ -110,7 +110,7 @@ DRAWN = {"one step": r"h\.1", "gaps": r"L[\d. ]+M[\d. ]+L"}
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_every_figure_is_whole_whatever_the_record_holds(name: str) -> None:
+def test_every_figure_is_whole_whatever_the_record_holds(name):
     page = page_of(make_run(**ODD[name]), make_run("float32/master"))
     for svg in re.findall(r"<svg viewBox.*?</svg></figure>", page):
         minidom.parseString(svg.removesuffix("</figure>"))
@@ -122,7 +122,7 @@ def test_every_figure_is_whole_whatever_the_record_holds(name: str) -> None:
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints() -> None:
+def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints():
     tables = {
         "start": {"time": "2026-11-30 12:00 UTC", "commit": "0123abc"},
         "model": {"class": "LlamaForCausalLM", "num_parameters": 1016960},
@@ -145,7 +145,7 @@ def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints() -> No
     assert "has no finished run with a finite" in page_of(make_run(is_finished=False))
 
 
-def test_table_page_and_diagnosis_agree_on_lost_updates() -> None:
+def test_table_page_and_diagnosis_agree_on_lost_updates():
     runs = [make_run("bfloat16/master", edq=1.0), make_run("bfloat16/naive", edq=0.3)]
     for run in runs:
         run.summary["edq"] = run.steps[-1]["edq"]
@@ -168,7 +168,7 @@ MEASURE = """<script>onload = () => {
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
-def test_it_opens_in_a_browser_at_three_widths_without_overflow(tmp_path: Path) -> None:
+def test_it_opens_in_a_browser_at_three_widths_without_overflow(tmp_path):
     """Fourteen recipes on one page, a tensor and a message that would like to run."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

@@ -46,7 +46,7 @@ def read(folder: Path, name: str, text: str) -> Run:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_log_is_read_by_its_content_and_its_names(name: str, tmp_path: Path) -> None:
+def test_a_log_is_read_by_its_content_and_its_names(name, tmp_path):
     text, steps, evals = READ[name]
     run = read(tmp_path, name, text)
     assert [(row["step"], row["loss"]) for row in run.steps] == steps
@@ -73,15 +73,13 @@ def test_a_log_is_read_by_its_content_and_its_names(name: str, tmp_path: Path) -
         ("a.jsonl", "{", "No run in"),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_one_line(
-    name: str, text: str, reason: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_told_is_refused_in_one_line(name, text, reason, tmp_path):
     with pytest.raises(RecordError, match=reason) as refusal:
         read(tmp_path, name, text)
     assert "\n" not in str(refusal.value) and name in str(refusal.value)
 
 
-def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
+def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path):
     first = read(tmp_path, "one.csv", CSV)
     second = read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
     assert first.fingerprints == []

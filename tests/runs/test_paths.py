@@ -76,9 +76,7 @@ OVERWRITES_NOTHING = {
 
 @pytest.mark.parametrize("held", HOLD)
 @pytest.mark.parametrize("command", WRITE)
-def test_what_is_not_ours_to_write_is_refused_and_unchanged(
-    command: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_ours_to_write_is_refused_and_unchanged(command, held, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file_at(tmp_path / "text.txt")
     tokens_at(tmp_path / "tokens")
@@ -94,7 +92,7 @@ def test_what_is_not_ours_to_write_is_refused_and_unchanged(
     assert bytes_of(tmp_path) == before
 
 
-def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
+def test_a_page_of_ours_is_replaced_and_no_other(tmp_path):
     run = run_at(tmp_path / "run")
     assert call("report", str(run)).exit_code == 0
     first = (run / "report.html").read_bytes()
@@ -109,7 +107,7 @@ def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
     assert (run / "report.html").read_text() == "mine"
 
 
-def test_a_damaged_run_of_a_folder_is_left_out_in_one_line(tmp_path: Path) -> None:
+def test_a_damaged_run_of_a_folder_is_left_out_in_one_line(tmp_path):
     first, second = run_at(tmp_path / "first"), run_at(tmp_path / "second")
     (second / "run.toml").write_text("schema_version = ")
     with pytest.warns(UserWarning, match="^second is left out: .*damaged.*$"):
@@ -121,7 +119,7 @@ def test_a_damaged_run_of_a_folder_is_left_out_in_one_line(tmp_path: Path) -> No
         read_runs([tmp_path])
 
 
-def test_our_record_wins_over_a_log_beside_it(tmp_path: Path) -> None:
+def test_our_record_wins_over_a_log_beside_it(tmp_path):
     """As a Trainer leaves them: a log, others in its checkpoints, a record of the callback."""
     out = log_at(tmp_path / "out")
     log_at(out / "checkpoint-8")

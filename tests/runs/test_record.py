@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_everything_comes_back(folder: Path) -> None:
+def test_everything_comes_back(folder):
     run = read_run(folder)
     config = {"recipe": "bfloat16/word", "lr": 1e-3, "out": "a"}
     versions = {"torch": "2.13.0"}
@@ -57,7 +57,7 @@ def test_everything_comes_back(folder: Path) -> None:
     assert not run.notes
 
 
-def test_values_come_back_exactly(tmp_path: Path) -> None:
+def test_values_come_back_exactly(tmp_path):
     """Not finite ones too, and those of other libraries; others as text."""
     values = [0.1, 1e-320, 2**-1074, 1.7976931348623157e308, -0.0, 1 / 3]
     settings = {"dtype": torch.bfloat16, "size": np.int64(3), "rates": np.array([0.5, 1.0])}
@@ -73,7 +73,7 @@ def test_values_come_back_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])
-def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> None:
+def test_a_torn_last_line_is_dropped_and_cut_off(folder, torn):
     with (folder / "steps.jsonl").open("ab") as stream:
         stream.write(torn)
     assert len(read_run(folder).steps) == 4
@@ -93,7 +93,7 @@ DAMAGED_LINES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED_LINES)
-def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
+def test_a_damaged_line_costs_that_line(damage, folder):
     number, line = DAMAGED_LINES[damage]
     lines = (folder / "steps.jsonl").read_bytes().splitlines()
     lines[number - 1] = line
@@ -110,7 +110,7 @@ def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
     assert [row["step"] for row in run.steps] == [*undamaged_steps, 5] and not run.notes
 
 
-def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Path) -> None:
+def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder):
     before = bytes_of(folder)
     with Record.open(folder) as record:
         record.rewind(4)
@@ -141,7 +141,7 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
         (f"{VERSION}\nconfig = 3\n", "'config' is not a table"),
     ],
 )
-def test_a_damaged_or_newer_run_is_refused(version: object, reason: str, folder: Path) -> None:
+def test_a_damaged_or_newer_run_is_refused(version, reason, folder):
     (folder / "run.toml").write_text(f"schema_version = {version}")
     for read in (read_run, Record.open):
         with pytest.raises(RecordError, match=reason):
@@ -168,9 +168,7 @@ SIZES = ("300k", "700k", "1000k", "1300k", "1600k", "2000k")
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_disk_that_is_too_small_says_so_and_keeps_what_it_holds(
-    size: str, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_too_small_says_so_and_keeps_what_it_holds(size, tmp_path):
     """On a real file system. PyTorch's writer gives no number of an error there."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -196,7 +194,7 @@ def test_a_disk_that_is_too_small_says_so_and_keeps_what_it_holds(
 LISTS = [name for name, column in STEP.items() if column.type == "names"]
 
 
-def test_a_row_has_two_kilobytes_at_300_tensors() -> None:
+def test_a_row_has_two_kilobytes_at_300_tensors():
     """With every number and such lists: the worst tensors are there, and the laws count all."""
     names = [
         f"model.layers.{number}.mlp.experts.{number}.down_proj.weight" for number in range(300)
@@ -214,7 +212,7 @@ def test_a_row_has_two_kilobytes_at_300_tensors() -> None:
         assert len(set(getattr(StepMetrics.of(row), name))) == 300
 
 
-def test_a_loop_of_300_tensors_is_judged_whole(tmp_path: Path) -> None:
+def test_a_loop_of_300_tensors_is_judged_whole(tmp_path):
     model = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -230,9 +228,7 @@ def test_a_loop_of_300_tensors_is_judged_whole(tmp_path: Path) -> None:
     assert bad.tensor.endswith("and 299 others")
 
 
-def test_a_large_file_is_read_as_a_list_in_few_loops(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_read_as_a_list_in_few_loops(folder, monkeypatch):
     """Also of two runs, whose steps are not looked up one by one."""
     expected = read_run(folder)
     monkeypatch.setattr(reading, "LARGE", 0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from narrowgauge.errors import ChipError, NarrowgaugeError
 from narrowgauge.spec.chips import CHIPS, get_chip
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_is_whole():
     assert len(CHIPS) >= 17
     for name, chip in CHIPS.items():
         assert chip.name == name and chip.source
@@ -26,12 +25,12 @@ WRONG = (
 
 
 @pytest.mark.parametrize("fields", WRONG)
-def test_a_chip_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+def test_a_chip_that_cannot_be_is_refused(fields):
     with pytest.raises(NarrowgaugeError):
         dataclasses.replace(CHIPS["L4"], **fields)
 
 
-def test_memory_is_what_drivers_report() -> None:
+def test_memory_is_what_drivers_report():
     """nvidia-smi, MiB, where it is more than 3 % below what is printed."""
     reported = {"B300-SXM": 275_040, "L4": 23_034, "L40": 46_068, "L40S": 46_068, "T4": 15_360}
     assert {
@@ -53,7 +52,7 @@ OTHERS = {
 }
 
 
-def test_names() -> None:
+def test_names():
     for name, full in NAMES.items():
         assert get_chip(name) is CHIPS[full]
     assert get_chip("L40").peak_tflops["bfloat16"] == 181

@@ -15,7 +15,7 @@ from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Product
 from tables import exhaustive
 
 
-def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
+def test_every_row_keeps_and_reuses_what_its_scales_allow():
     assert expectations.COMPUTES.keys() == COMPUTES.keys(), (
         "tests/expectations.py states each compute a second time"
     )
@@ -37,7 +37,7 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
 _MX = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
 
 
-def test_252_casts_of_12096_go_together() -> None:
+def test_252_casts_of_12096_go_together():
     """Each of them multiplies (tests/matmul/test_linear.py); all others are refused."""
     words = (
         ("bfloat16", "float32", "float64", "tfloat32", "float8_e4m3fn", "int8", "float4_e2m1fn", "float8_e8m0fnu"),
@@ -75,12 +75,12 @@ REFUSED = {
 
 
 @exhaustive("name", REFUSED)
-def test_words_that_do_not_go_together_are_refused_when_they_are_written(name: str) -> None:
+def test_words_that_do_not_go_together_are_refused_when_they_are_written(name):
     with pytest.raises(RecipeError, match=r"Cannot .* \S"):
         REFUSED[name]()
 
 
-def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
+def test_codes_beside_outlier_columns_serve_no_other_matmul():
     for outliers in (0.0, 6.0):
         row, column = (
             Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column")

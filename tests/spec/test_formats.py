@@ -9,7 +9,7 @@ from narrowgauge.spec.formats import FORMATS
 ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[name].kind != "int"]
 
 
-def test_the_tables_know_what_they_should() -> None:
+def test_the_tables_know_what_they_should():
     assert {*FLOATS, *INTEGERS, *ELSEWHERE} == set(FORMATS), (
         "tests/expectations.py states each format a second time"
     )
@@ -18,7 +18,7 @@ def test_the_tables_know_what_they_should() -> None:
 
 
 @pytest.mark.parametrize("name", [*ML_DTYPES, "float16", "float32", "float64"])
-def test_figures_against_numpy_and_ml_dtypes(name: str) -> None:
+def test_figures_against_numpy_and_ml_dtypes(name):
     row = FORMATS[name]
     info = ml_dtypes.finfo(getattr(ml_dtypes, name, name))
     assert (row.bits, row.exponent_bits, row.mantissa_bits) == (info.bits, info.nexp, info.nmant)
@@ -30,7 +30,7 @@ def test_figures_against_numpy_and_ml_dtypes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integers_by_hand(name: str) -> None:
+def test_integers_by_hand(name):
     row = FORMATS[name]
     assert (row.min, row.max) == INTEGERS[name]
     assert (row.smallest_subnormal, row.smallest_normal, row.epsilon) == (None, None, 1.0)

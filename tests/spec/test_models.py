@@ -3,7 +3,7 @@
 from narrowgauge.spec.models import MODELS
 
 
-def test_published_parameter_counts() -> None:
+def test_published_parameter_counts():
     published = {
         "llama-1b": 1_235_814_400,
         "llama-7b": 6_738_415_616,

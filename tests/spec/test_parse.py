@@ -11,7 +11,7 @@ from narrowgauge.spec.recipes import is_pair
 from narrowgauge.spec.storages import STORAGES
 
 
-def test_full_names_parse_to_themselves() -> None:
+def test_full_names_parse_to_themselves():
     for compute, storage in itertools.product(COMPUTES.values(), STORAGES.values()):
         name = f"{compute.name}/{storage.short_name}"
         if not is_pair(compute, storage) or name in REFUSED:
@@ -21,7 +21,7 @@ def test_full_names_parse_to_themselves() -> None:
         assert parse(recipe) is recipe
 
 
-def test_aliases_lead_to_full_names() -> None:
+def test_aliases_lead_to_full_names():
     for name, alias in ALIASES.items():
         assert parse(name) == parse(alias["recipe"])
     assert all(parse(name) for name in COMPUTES if name not in REFUSED)
@@ -44,11 +44,11 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize(("spelling", "name"), SPELLINGS.items())
-def test_names_in_every_spelling_and_of_other_libraries(spelling: str, name: str) -> None:
+def test_names_in_every_spelling_and_of_other_libraries(spelling, name):
     assert parse(spelling).name == name
 
 
-def test_names_that_are_no_recipe_are_refused_with_what_is_nearest() -> None:
+def test_names_that_are_no_recipe_are_refused_with_what_is_nearest():
     assert not set(REFUSED) & set(ALIASES)
     for name, row in REFUSED.items():
         with pytest.raises(RecipeError, match=f"'{name.upper()}'") as caught:

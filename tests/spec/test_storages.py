@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 import expectations
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES, VISIBLE, Storage, width_of
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES, VISIBLE, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 
 
-def test_every_row_has_its_figures() -> None:
+def test_every_row_has_its_figures():
     assert expectations.STORAGES.keys() == STORAGES.keys(), (
         "tests/expectations.py states each storage a second time"
     )
@@ -24,7 +24,7 @@ def test_every_row_has_its_figures() -> None:
 
 
 @every_storage
-def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> None:
+def test_bytes_are_those_of_the_words_that_hold_the_fields(storage):
     """With the states of every rule; words of 16, 32 and 64 bits are alone."""
     for rule in UPDATE_RULES.values():
         row = storage.with_states(rule.moments.items())
@@ -36,7 +36,7 @@ def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> 
 
 
 @every_storage
-def test_second_moments_alone_are_held_above_zero(storage: Storage) -> None:
+def test_second_moments_alone_are_held_above_zero(storage):
     """In every code that has an end below: a second moment of zero makes the next step unbounded."""
     for role in ("weight", *STATE_NAMES):
         code = storage.code(role)

@@ -77,12 +77,12 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_is_as_recorded(
-    name: str,
-    update_golden: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    native_formats: None,
-) -> None:
+    name,
+    update_golden,
+    tmp_path,
+    monkeypatch,
+    native_formats,
+):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
     file = GOLDEN / f"{name}.txt"

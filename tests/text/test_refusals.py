@@ -121,7 +121,7 @@ def make_files(folder: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_commands_are_refused_or_finished_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_commands_are_refused_or_finished_before_torch_is_loaded(tmp_path):
     make_files(tmp_path)
     before = bytes_of(tmp_path)
     process = subprocess.run(
@@ -205,7 +205,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call, kind, words = CALLS[name]
     message, _, advice = words.partition("\n")
@@ -230,7 +230,7 @@ CHIPS = [
 
 
 @pytest.mark.parametrize(("text", "words"), CHIPS)
-def test_a_chip(text: str, words: str, tmp_path: Path) -> None:
+def test_a_chip(text, words, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:

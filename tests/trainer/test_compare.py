@@ -33,7 +33,7 @@ def watched(recipe: str, seed: int, record: Any) -> dict[str, float]:
     return {"bytes_per_param": 7.0}
 
 
-def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) -> None:
+def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path):
     names = ["bfloat16/word", "bfloat16/naive"]
     comparison = compare(watched, names, seeds=2, out=tmp_path)
     assert [row["bytes_per_param"] for row in comparison.rows] == [7.0, 7.0]
@@ -49,7 +49,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("returned", "loss"), [(3.5, 3.5), (torch.tensor(2.5), 2.5), ({"val_loss": math.nan}, None)]
 )
-def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
+def test_what_a_loop_may_return(returned, loss):
     comparison = compare(lambda recipe, seed, record: returned, ["anything at all"])
     assert comparison.rows[0]["val_loss"] == loss
     assert (comparison.rows[0]["verdict"] == "diverged") is (loss is None)
@@ -73,9 +73,7 @@ def done(base: dict[str, Any], out: Path, seeds: int = 1, **changes: Any) -> str
     return "\n".join(lines)
 
 
-def test_an_interrupted_comparison_goes_on_takes_a_seed_and_is_kept(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_comparison_goes_on_takes_a_seed_and_is_kept(base, tmp_path, monkeypatch):
     true_train = loop.train
 
     def train(named: dict[str, Any], **more: Any) -> Path:
@@ -102,7 +100,7 @@ def test_an_interrupted_comparison_goes_on_takes_a_seed_and_is_kept(
         done(base, parts, lr=1e-3)
 
 
-def test_a_run_that_diverges_is_a_result(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_diverges_is_a_result(base, tmp_path):
     assert done(base, tmp_path, lr=1e38).count("validation loss nan") == 2
     rows = json.loads((tmp_path / "compare.json").read_text())
     assert [row["verdict"] for row in rows] == ["diverged", "diverged"]

@@ -21,9 +21,7 @@ def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(place, tmp_path_factory.mktemp("run") / "run", steps=2)
 
 
-def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
-    run: Path, place: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(run, place, tmp_path):
     session = loop.load(checkpoints.require(run)[0])
     out = export(run, tmp_path / "deep" / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -41,7 +39,7 @@ def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
     trained(place, tmp_path / "run", model=str(out), steps=1)
 
 
-def test_an_export_says_that_a_newer_checkpoint_is_damaged(place: Path, tmp_path: Path) -> None:
+def test_an_export_says_that_a_newer_checkpoint_is_damaged(place, tmp_path):
     run = trained(place, tmp_path / "run", steps=2, checkpoint_every=1)
     next(checkpoints.folders(run)[0].glob("*.distcp")).unlink()
     words = "step-00000002 is damaged: .*out has the weights of step-00000001"

@@ -172,12 +172,12 @@ def by_a_loop(place: Path, folder: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("start", [by_train, by_compare, by_a_loop])
 def test_a_start_deletes_nothing(
-    start: Callable[[Path, Path], tuple[int, str]],
-    state: str,
-    base: Path,
-    place: Path,
-    tmp_path: Path,
-) -> None:
+    start,
+    state,
+    base,
+    place,
+    tmp_path,
+):
     name, change, expected = STATES[state]
     folder = Path(shutil.copytree(base / name, tmp_path / "all" / "bfloat16-naive-seed0"))
     change(folder)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from narrowgauge.errors import RankError
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import Record
 from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer import train as loop
@@ -37,9 +37,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stopped_and_continued_is_the_same_run(
-    name: str, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
-) -> None:
+def test_stopped_and_continued_is_the_same_run(name, place, uninterrupted, tmp_path):
     folder = trained(place, tmp_path / "run", **CASES[name], stop_after=3)
     assert read_run(folder).summary is None and len(read_run(folder).steps) == 3
     loop.train({"out": str(folder), "stop_after": 5})
@@ -54,9 +52,7 @@ def test_stopped_and_continued_is_the_same_run(
     assert bytes_of(folder) == before
 
 
-def test_a_killed_run_is_the_same(
-    place: Path, uninterrupted: dict[str, Run], tmp_path: Path
-) -> None:
+def test_a_killed_run_is_the_same(place, uninterrupted, tmp_path):
     name = "word, accumulated"
     folder = tmp_path / "run"
     words = words_of(settings(place, folder, **CASES[name]))
@@ -68,12 +64,12 @@ def test_a_killed_run_is_the_same(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_saves_and_the_same_command_goes_on(
-    number: int,
-    place: Path,
-    uninterrupted: dict[str, Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    number,
+    place,
+    uninterrupted,
+    tmp_path,
+    monkeypatch,
+):
     folder = tmp_path / "run"
     words = words_of(settings(place, folder, **CASES["naive"], checkpoint_every=0))
     true_step = loop.train_step
@@ -122,9 +118,7 @@ def swap(content: bytearray, place: int) -> None:
 
 @pytest.mark.parametrize("damage", [flip, cut, swap])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_damage_changes_the_weights(
-    damage: Any, seed: int, stopped: Path, uninterrupted: dict[str, Run]
-) -> None:
+def test_no_damage_changes_the_weights(damage, seed, stopped, uninterrupted):
     """Of any file: rows of the record may be lost, the training is the same."""
     draw = random.Random(f"{damage.__name__} {seed}")
     files = sorted(path for path in stopped.rglob("*") if path.is_file() and path.stat().st_size)
@@ -139,9 +133,7 @@ def test_no_damage_changes_the_weights(
         assert summary[name] == uninterrupted["naive"].summary[name]
 
 
-def test_a_flipped_digit_in_the_record_trains_at_the_rate_of_the_checkpoint(
-    stopped: Path, uninterrupted: dict[str, Run]
-) -> None:
+def test_a_flipped_digit_in_the_record_trains_at_the_rate_of_the_checkpoint(stopped, uninterrupted):
     file = stopped / "run.toml"
     text = file.read_text()
     assert "lr = 0.003" in text
@@ -151,7 +143,7 @@ def test_a_flipped_digit_in_the_record_trains_at_the_rate_of_the_checkpoint(
     assert read_run(stopped).config["lr"] == 0.003
 
 
-def test_a_second_writer_is_refused(stopped: Path) -> None:
+def test_a_second_writer_is_refused(stopped):
     with Record.open(stopped):
         assert "is writing it" in refused("train", "--out", str(stopped))
 
@@ -170,16 +162,14 @@ FIXED = {
 
 
 @pytest.mark.parametrize("words", FIXED)
-def test_what_decides_a_run_from_its_start_cannot_change(
-    words: str, stopped: Path, tmp_path: Path
-) -> None:
+def test_what_decides_a_run_from_its_start_cannot_change(words, stopped, tmp_path):
     other = write_tokens(["other " * 999], load_tokenizer(None), tmp_path / "other")
     before = bytes_of(stopped)
     line = refused("train", "--out", str(stopped), *words.replace("OTHER", str(other)).split())
     assert FIXED[words] in line and bytes_of(stopped) == before
 
 
-def test_a_rate_and_a_longer_run_may_change_and_are_told(stopped: Path) -> None:
+def test_a_rate_and_a_longer_run_may_change_and_are_told(stopped):
     printed = call("train", "--out", str(stopped), "--lr", "0.001", "--steps", "9").stdout
     assert "changed-settings: lr was 0.003 and is 0.001 at step 5" in printed
     run = read_run(stopped)
@@ -211,12 +201,12 @@ def read_another_text(rank: int, place: Path, out: Path) -> str:
     return refusal.value.message
 
 
-def test_ranks_with_other_tokens_are_refused_on_all(place: Path, tmp_path: Path) -> None:
+def test_ranks_with_other_tokens_are_refused_on_all(place, tmp_path):
     for message in run_ranks(read_another_text, 2, tmp_path / "ranks", place, tmp_path / "run"):
         assert message.startswith("Cannot train: rank 1 has tokens = another, and rank 0 has ")
 
 
-def test_it_is_the_same_run_on_any_number_of_ranks(place: Path, tmp_path: Path) -> None:
+def test_it_is_the_same_run_on_any_number_of_ranks(place, tmp_path):
     whole, two, parts, elsewhere = (tmp_path / name for name in ("1", "2", "2 to 1", "2 to 3"))
     go_on(0, place, {whole: {}})
     run_ranks(go_on, 2, tmp_path / "a", place, {two: {}, parts: {"stop_after": 2}})

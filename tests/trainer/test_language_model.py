@@ -32,7 +32,7 @@ def write_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_weights_are_a_function_of_the_seed_alone() -> None:
+def test_weights_are_a_function_of_the_seed_alone():
     first = build("llama-1m", vocab_size=300, seed=5).state_dict()
     torch.rand(7)
     before = torch.get_rng_state()
@@ -47,7 +47,7 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> None:
+def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path):
     folder = write_config(tmp_path / "shape")
     from_folder = build(str(folder), seed=1)
     assert from_folder.lm_head.weight.dtype == torch.float32
@@ -57,7 +57,7 @@ def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_pickled", [False, True])
-def test_a_folder_with_weights_keeps_them_in_float32(is_pickled: bool, tmp_path: Path) -> None:
+def test_a_folder_with_weights_keeps_them_in_float32(is_pickled, tmp_path):
     saved = small()
     saved.save_pretrained(tmp_path)
     if is_pickled:
@@ -80,9 +80,7 @@ def test_a_folder_with_weights_keeps_them_in_float32(is_pickled: bool, tmp_path:
         '{"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "code.Model"}}',
     ],
 )
-def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(config, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever is asked agrees
     (tmp_path / "code.py").write_text("raise SystemExit('this code ran')")
     (tmp_path / "config.json").write_text(config)
@@ -91,7 +89,7 @@ def test_what_transformers_cannot_read_is_one_line_and_no_code_runs(
     assert "\n" not in str(raised.value)
 
 
-def test_a_model_that_sees_its_targets_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_sees_its_targets_is_refused(tmp_path):
     folder = write_config(tmp_path, model_type="bert", num_key_value_heads=2, attention_dropout=0.0)
     with pytest.raises(DataError, match="logits depend on later tokens") as raised:
         build(str(folder), seed=0)
@@ -99,7 +97,7 @@ def test_a_model_that_sees_its_targets_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors.index.json"])
-def test_weights_that_cannot_be_read_are_no_random_start(name: str, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_are_no_random_start(name, tmp_path):
     (write_config(tmp_path) / name).touch()
     with pytest.raises(DataError, match="Cannot read"):
         build(str(tmp_path), seed=0)

@@ -25,7 +25,7 @@ pytestmark = [
 # ── the record ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None:
+def test_the_record_holds_what_was_promised(place, tmp_path):
     chosen = settings(place, tmp_path / "run", **CASES["word, accumulated"], steps=20)
     run = read_run(loop.train(vars(chosen)))
     summary = run.summary or {}
@@ -49,7 +49,7 @@ def built(place: Path, **changes: Any) -> Session:
     return build(chosen, open_tokens(str(chosen.data)))
 
 
-def test_micro_batches_add_up_to_the_batch(place: Path) -> None:
+def test_micro_batches_add_up_to_the_batch(place):
     """The loss of a step, its gradients, and the mean of an evaluation over the predicted tokens."""
     values = []
     for parts in (1, 2, 4):
@@ -63,7 +63,7 @@ def test_micro_batches_add_up_to_the_batch(place: Path) -> None:
     assert values == [pytest.approx(values[0], rel=1e-4)] * 3
 
 
-def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path) -> None:
+def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place):
     run = built(place)
     modes = []
     run.model.model.layers[1].register_forward_pre_hook(
@@ -78,17 +78,13 @@ def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path) -> N
 # ── steps that go wrong ───────────────────────────────────────────────────────────────────────────
 
 
-def test_a_reader_of_the_progress_that_leaves_ends_no_training(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_of_the_progress_that_leaves_ends_no_training(place, tmp_path, monkeypatch):
     """`narrowgauge train | head -1` once stopped after the first step, without a checkpoint."""
     monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
     assert read_run(trained(place, tmp_path / "run")).summary["steps"] == 8
 
 
-def test_a_nan_is_skipped_and_named(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_is_skipped_and_named(place, tmp_path, monkeypatch):
     true_loss = language_model.loss_sum
     calls = itertools.count(1)
 

@@ -7,7 +7,7 @@ import pytest
 from narrowgauge.trainer.settings import Settings
 
 
-def test_the_schedule_at_known_steps() -> None:
+def test_the_schedule_at_known_steps():
     """Warm-up over a tenth of the steps, at most 100; then from 1 down to a tenth."""
     settings = Settings(steps=110, lr=1.0, warmup_steps=10, recipe="bf16/word")
     assert str(settings.folder) == "runs/llama-1m-bfloat16-word"

@@ -22,7 +22,7 @@ from narrowgauge.trainer.tokens import (
 TEXTS = ["def one(two):\n\treturn 'ü' 🐦\n", "<|endoftext|> spelled out\n\n" * 9000, "x" * 200_000]
 
 
-def test_a_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
+def test_a_text_comes_back_from_its_tokens(tmp_path):
     """Text that spells a special token is text; only the token itself ends a document."""
     tokenizer = load_tokenizer(None)
     write_tokens([*TEXTS, ""], tokenizer, tmp_path)
@@ -38,7 +38,7 @@ def test_a_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
         write_tokens(["text"], tokenizer, tmp_path)
 
 
-def test_the_text_files_of_a_folder_are_read_by_name(tmp_path: Path) -> None:
+def test_the_text_files_of_a_folder_are_read_by_name(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.txt").write_text("second", encoding="utf-8-sig")
     (tmp_path / "a.txt").write_text("first", encoding="utf-8")
@@ -48,7 +48,7 @@ def test_the_text_files_of_a_folder_are_read_by_name(tmp_path: Path) -> None:
     assert [*read_texts(tmp_path / "d.md")] == ["alone"]
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     for file in ("a.txt", "nothing"):
         with pytest.raises(DataError, match=f"Cannot read the text in {tmp_path / file}"):
@@ -57,7 +57,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         write_tokens([""], load_tokenizer(None), tmp_path / "out")
 
 
-def test_a_tokenizer_needs_a_token_that_ends_a_document(tmp_path: Path) -> None:
+def test_a_tokenizer_needs_a_token_that_ends_a_document(tmp_path):
     tokenizer = load_tokenizer(None)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
@@ -70,7 +70,7 @@ def saved(folder: Path, ids: np.ndarray) -> Tokens:
     return open_tokens(folder)
 
 
-def test_any_pipeline_may_write_tokens(tmp_path: Path) -> None:
+def test_any_pipeline_may_write_tokens(tmp_path):
     ids = np.arange(1000, dtype=np.uint32)
     tokens = saved(tmp_path, ids)
     assert (len(tokens.train), len(tokens.held_out), tokens.vocab_size) == (950, 50, 1000)
@@ -102,20 +102,20 @@ NOT_TOKENS = {
 
 
 @pytest.mark.parametrize("name", NOT_TOKENS)
-def test_only_one_row_of_whole_numbers_is_tokens(name: str, tmp_path: Path) -> None:
+def test_only_one_row_of_whole_numbers_is_tokens(name, tmp_path):
     NOT_TOKENS[name](tmp_path / "tokens.npy")
     with pytest.raises(DataError, match=r"Cannot use the tokens in.*narrowgauge tokenize TEXT OUT"):
         open_tokens(tmp_path)
 
 
-def test_tokens_are_below_the_vocabulary_of_their_tokenizer(tmp_path: Path) -> None:
+def test_tokens_are_below_the_vocabulary_of_their_tokenizer(tmp_path):
     load_tokenizer(None).save_pretrained(tmp_path)
     assert saved(tmp_path, np.arange(257)).vocab_size == 257
     with pytest.raises(DataError, match="token 257 is beyond its tokenizer, which has 257"):
         saved(tmp_path, np.arange(258))
 
 
-def test_each_epoch_holds_every_window_once_in_another_order(tmp_path: Path) -> None:
+def test_each_epoch_holds_every_window_once_in_another_order(tmp_path):
     tokens = saved(tmp_path, np.arange(1000, dtype=np.uint16))
     count = (950 - 1) // 10
     epochs = [tokens.batch(epoch * count, count, 10, seed=3) for epoch in (0, 1)]
@@ -128,20 +128,20 @@ def test_each_epoch_holds_every_window_once_in_another_order(tmp_path: Path) -> 
     assert order_of_epoch(7, 2, 8).tolist() == [7, 6, 4, 1, 5, 2, 0, 3]  # NumPy's frozen order
 
 
-def test_validation_is_spread(tmp_path: Path) -> None:
+def test_validation_is_spread(tmp_path):
     tokens = saved(tmp_path, np.arange(4000, dtype=np.uint16))
     assert tokens.validation(4, 10)[:, 0].tolist() == [3800, 3840, 3890, 3940]
     assert len(tokens.validation(99, 10)) == 19
 
 
-def test_the_unigram_loss_is_that_of_the_counts(tmp_path: Path) -> None:
+def test_the_unigram_loss_is_that_of_the_counts(tmp_path):
     ids = np.zeros(400, np.uint16)
     ids[::4] = 1
     expected = -(0.75 * np.log(286 / 382) + 0.25 * np.log(96 / 382))
     assert saved(tmp_path, ids).unigram_loss() == pytest.approx(expected)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{damaged")
     for path, words in ((tmp_path, "Cannot read"), (Path("nothing"), "hf download nothing")):
         with pytest.raises(DataError, match=words):

@@ -56,7 +56,7 @@ def distance(computed: Tensor, reference: Tensor) -> float:
     return relative_error(computed, reference)
 
 
-def test_scales_of_a_linear_layer_grow_by_the_root_of_the_number_of_terms() -> None:
+def test_scales_of_a_linear_layer_grow_by_the_root_of_the_number_of_terms():
     layer = nn.Linear(16, 64, bias=False, dtype=torch.float64)
     nn.init.constant_(layer.weight, 2.0**-9)
     scalify(layer)
@@ -73,7 +73,7 @@ def test_scales_of_a_linear_layer_grow_by_the_root_of_the_number_of_terms() -> N
     assert layer.weight.grad.unique().tolist() == [2 * 2.0 ** (-35 - 6)]
 
 
-def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
+def test_a_model_computes_what_it_computed(model):
     transformed = scalified(model)
     assert list(transformed.state_dict()) == list(model.state_dict())
     (loss, reference), (found_loss, gradients) = (
@@ -89,7 +89,7 @@ def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     assert distance(other_logits, logits) < 1e-12
 
 
-def test_a_module_that_is_no_such_norm_is_refused() -> None:
+def test_a_module_that_is_no_such_norm_is_refused():
     class Centred(nn.LayerNorm):
         pass
 
@@ -138,7 +138,7 @@ def operands(model: nn.Module):
     return inputs
 
 
-def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTrainedModel) -> None:
+def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model):
     """The band: root mean squares from 1/2 to 8, of gradients, which e5m2 holds, from 2^-8 to 2^8;
     for gradients near 1e-6 and for those 2^30 times smaller.
     """
@@ -167,7 +167,7 @@ def float16_error(model: nn.Module, factor: float, reference: dict[str, Tensor])
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str) -> None:
+def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family):
     base = tiny(family, torch.float32)
     _, reference = loss_and_gradients(copy.deepcopy(base).double())
     plain = copy.deepcopy(base).half()

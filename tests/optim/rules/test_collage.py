@@ -47,7 +47,7 @@ def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> None
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 @pytest.mark.parametrize("plus", [False, True], ids=["light", "plus"])
-def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) -> None:
+def test_published_step_is_eager_bfloat16_bit_for_bit(plus, beta2):
     count = 2048
     zeros = torch.zeros(count)
     weight = (BFLOAT16(gaussian(count, scale=0.02)), zeros)

@@ -56,7 +56,7 @@ def relative(value: Tensor, reference: Any) -> float:
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
-def test_twelve_steps_of_galore_agree_with_float64(shape: tuple[int, int]) -> None:
+def test_twelve_steps_of_galore_agree_with_float64(shape):
     start = gaussian(*shape)
     options = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     _, learned = train("galore", start, 12, **options)
@@ -71,9 +71,7 @@ def test_twelve_steps_of_galore_agree_with_float64(shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
-def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(
-    shape: tuple[int, int], scale: str, nesterov: bool
-) -> None:
+def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape, scale, nesterov):
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
     options |= {"nesterov": nesterov, "adjust_lr_fn": scale}
     start = gaussian(*shape)
@@ -90,7 +88,7 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(
 
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_gradient_of_zeros_only_decays(rule: str, shape: tuple[int, ...]) -> None:
+def test_a_gradient_of_zeros_only_decays(rule, shape):
     weight = gaussian(*shape)
     for eps in (1e-8, 0.0):
         for start in (weight, torch.zeros(shape)):
@@ -98,7 +96,7 @@ def test_a_gradient_of_zeros_only_decays(rule: str, shape: tuple[int, ...]) -> N
             assert torch.allclose(after, start * 0.99**3, rtol=1e-6, atol=0)
 
 
-def test_the_stored_weight_decays_not_the_visible_one() -> None:
+def test_the_stored_weight_decays_not_the_visible_one():
     weight = narrow(4, 6)
     value = torch.full((4, 6), 1 + 2.0**-10)
     optimizer = make("muon", [weight], lr=1.0, weight_decay=0.5, storage="exact")
@@ -110,9 +108,7 @@ def test_the_stored_weight_decays_not_the_visible_one() -> None:
 @EVERY
 @pytest.mark.parametrize("storage", ["float32", "word", "states8"])
 @pytest.mark.parametrize("shape", [(3, 6, 10), (3, 10, 6), (1, 1, 4)], ids=str)
-def test_a_stack_has_the_bits_of_its_matrices(
-    rule: str, storage: str, shape: tuple[int, ...]
-) -> None:
+def test_a_stack_has_the_bits_of_its_matrices(rule, storage, shape):
     if rule == "muon" and storage == "states8":
         return  # refused
     (stack,) = parameters(storage, [shape])
@@ -134,7 +130,7 @@ def test_a_stack_has_the_bits_of_its_matrices(
 
 
 @EVERY
-def test_powers_of_two_on_the_gradients_change_no_bit(rule: str) -> None:
+def test_powers_of_two_on_the_gradients_change_no_bit(rule):
     start = gaussian(12, 20)
     _, unscaled = train(rule, start, 7, eps=0.0)
     _, scaled = train(rule, start, 7, scale=0.01 * 2.0**-20, eps=0.0)
@@ -142,7 +138,7 @@ def test_powers_of_two_on_the_gradients_change_no_bit(rule: str) -> None:
 
 
 @EVERY
-def test_a_matrix_rules_transient_memory(rule: str) -> None:
+def test_a_matrix_rules_transient_memory(rule):
     """At most four float32 copies of the matrix, as the docstrings say, and five where bfloat16
     operands are widened.
     """
@@ -157,7 +153,7 @@ def test_a_matrix_rules_transient_memory(rule: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24), (3, 9000)], ids=str)
-def test_the_basis_is_the_decompositions_with_its_signs_fixed(shape: tuple[int, int]) -> None:
+def test_the_basis_is_the_decompositions_with_its_signs_fixed(shape):
     x = gaussian(*shape)
     rank = min(3, *shape)
     basis = leading_basis(x, rank)

@@ -13,7 +13,7 @@ RATE = 1e-3
 
 @pytest.mark.parametrize("storage", ["float32", "exact", "word", "compact", "states8", "kahan"])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
-def test_no_step_is_longer_than_that_of_float64(storage: str, betas: tuple[float, float]) -> None:
+def test_no_step_is_longer_than_that_of_float64(storage, betas):
     dtype = torch.float32 if storage == "float32" else torch.bfloat16
     exponents = torch.arange(-126.0, -50)
     gradients = torch.exp2(exponents).repeat_interleave(256).view(-1, 256).to(dtype)
