@@ -12,11 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from _rows import FORMULAS, PEERS_BY_NAME, row_of
@@ -31,10 +29,9 @@ import golden_steps  # noqa: E402
 from processors import machine_key, processor_kind  # noqa: E402
 
 BASELINES = ("master", "word", "float32/float32")
-Record = dict[str, Any]
 
 
-def named(row: str) -> list[str]:
+def named(row: str):
     """Return what the bits of a row's step hold on, as ``docs/evidence.py`` names it."""
     parts = row_of(row)
     if parts.name == "autocast":
@@ -74,7 +71,7 @@ def digest(name: str) -> str:
     return hashlib.sha256((ROOT / row).read_bytes()).hexdigest()[:16]
 
 
-def digests(row: str, baselines: Sequence[str] = BASELINES) -> dict[str, dict[str, str]]:
+def digests(row: str, baselines=BASELINES):
     """Return the digests of a row and of the rows that it may be compared with, by row."""
     rows = {}
     for name in (row, *baselines):
@@ -82,7 +79,7 @@ def digests(row: str, baselines: Sequence[str] = BASELINES) -> dict[str, dict[st
     return rows
 
 
-def conditions() -> Record:
+def conditions():
     """Return what decides the bits of a run beside its row and its text, and the date."""
     processor = processor_kind()
     if torch.cuda.is_available():
@@ -96,7 +93,7 @@ def conditions() -> Record:
     }
 
 
-def keep(file: Path, rows: Sequence[Record], **shared: Any) -> None:
+def keep(file: Path, rows, **shared) -> None:
     """Append times of our step to a file of records, under their conditions."""
     optim = ROOT / "src/narrowgauge/optim/step"
     held = {}
@@ -112,8 +109,9 @@ def keep(file: Path, rows: Sequence[Record], **shared: Any) -> None:
             stream.write(json.dumps(record | {"digests": {row["row"]: held}}) + "\n")
 
 
-def replace(file: Path, rows: Sequence[Record]) -> None:
+def keep_newest(file: Path, rows) -> None:
     """Write rows into a file of records, over those of the same names, under today's conditions."""
+    file.touch()
     records = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)

@@ -48,14 +48,14 @@ class Peer:
     stored: Callable[[torch.optim.Optimizer, nn.Parameter], Tensor] | None = seen
     spoils_gradients: bool = False
 
-    def make(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    def make(self, parameters, **options) -> torch.optim.Optimizer:
         kind = getattr(importlib.import_module(self.module), self.kind)
         torch.manual_seed(0)  # torchao's rounding draws from the global generator
-        optimizer: torch.optim.Optimizer = kind(parameters, **options, **self.options)
+        optimizer = kind(parameters, **options, **self.options)
         return optimizer
 
 
-def _peers() -> list[Peer]:
+def _peers():
     peers = [
         Peer("torch AdamW bfloat16", "torch", "torch.optim", "AdamW", {"fused": True}),
         Peer("bitsandbytes AdamW8bit", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
@@ -96,7 +96,7 @@ def bytes_held(optimizer: torch.optim.Optimizer) -> float:
     return 4 + held / sum(weight.numel() for weight in weights)
 
 
-def _bytes_of(state: dict[Any, Any]) -> int:
+def _bytes_of(state) -> int:
     """Count a state's tensors, those inside tensor subclasses too. Steps and tables of codes do not
     grow with it.
     """

@@ -20,14 +20,12 @@ lowest bfloat16 bit of one weight before the run, which shows how far two equal 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from _peers import PEERS, bytes_held
 from _published_states import FORMULAS, RoundedAdamW, rounded_states
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic
@@ -35,7 +33,6 @@ from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
 
 PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
-Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Row:
     options: dict[str, str] = field(default_factory=dict)
 
 
-def row_of(text: str) -> Row:
+def row_of(text: str):
     """Split the name of a row."""
     words = text.split()
     adapters = words.pop(0) if words[0] in ("lora", "dora") else ""
@@ -65,10 +62,10 @@ def row_of(text: str) -> Row:
 class Float8Sums:
     """Sums of micro-batches in e5m2, with a power of two for each tensor."""
 
-    def __init__(self, parameters: Iterable[Tensor], rounding: str, seed: int) -> None:
+    def __init__(self, parameters, rounding: str, seed: int) -> None:
         self.parameters = list(parameters)
         self.rounding = rounding
-        self.sums: dict[Tensor, Tensor] = {}
+        self.sums = {}
         self.draw = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -97,24 +94,22 @@ class Float8Sums:
 # ── an optimizer over a model ─────────────────────────────────────────────────────────────────────
 
 
-def groups_of(
-    named: Iterable[tuple[str, Tensor]], decay: float, outer: Sequence[str] = ()
-) -> list[Options]:
+def groups_of(named, decay: float, outer=()):
     """Return the parameters that train in groups: matrices decay, vectors do not. Those with a name
     of ``outer`` keep AdamW beside another rule.
     """
-    groups: dict[tuple[bool, bool], Options] = {}
+    groups = {}
     for name, p in named:
         if p.requires_grad:
             is_outer = any(part in name for part in outer)
-            options: Options = {"params": [], "weight_decay": decay if p.ndim > 1 else 0.0}
+            options = {"params": [], "weight_decay": decay if p.ndim > 1 else 0.0}
             if is_outer:
                 options["rule"] = "adamw"
             groups.setdefault((p.ndim > 1, is_outer), options)["params"].append((name, p))
     return [*groups.values()]
 
 
-def unnamed(groups: list[Options]) -> list[Options]:
+def unnamed(groups):
     """Return groups of parameters without names, as older optimizers take them."""
     return [{**group, "params": [p for _, p in group["params"]]} for group in groups]
 
@@ -139,13 +134,13 @@ def turn_a_bit(model: nn.Module) -> None:
             return
 
 
-def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim.Optimizer:
+def ours(row, model: nn.Module, seed: int, options) -> torch.optim.Optimizer:
     """Give the model the layers of a recipe, and return our optimizer."""
     rule, _, storage = row.name.partition("/")
     recipe = row.name if storage else f"bfloat16/{row.name}"
     decay = options.pop("weight_decay")
-    kind: Any = ng.AdamW
-    outer: Sequence[str] = ()
+    kind = ng.AdamW
+    outer = ()
     if rule == "galore":
         recipe = f"bfloat16/{storage}"
         kind = GaLore
@@ -153,7 +148,7 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
         for name, value in row.options.items():
             options[name] = float(value) if name == "scale" else int(value)
 
-    def grouped(named: list[tuple[str, Tensor]], **others: Any) -> ng.Optimizer:
+    def grouped(named, **others) -> ng.Optimizer:
         return kind(groups_of(named, decay, outer), **others)
 
     options |= {"seed": seed, "low_bits": "random" if row.is_random else "zero"}
@@ -161,7 +156,7 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
     return optimizer
 
 
-def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.optim.Optimizer:
+def prepared(text: str, model: nn.Module, seed: int, options) -> torch.optim.Optimizer:
     """Give the model the dtypes and layers of a row, and return its optimizer.
 
     Args:

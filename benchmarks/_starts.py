@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +59,7 @@ class Start:
     text: str
 
 
-def texts() -> Iterator[str]:
+def texts():
     """Yield the modules of SymPy, without its tests."""
     package = find_spec("sympy")
     if package is None or package.origin is None or installed_version("sympy") != SYMPY:
@@ -74,7 +72,7 @@ def tokens_of(vocab_size: int) -> Tensor:
     place = RUNS / f"sympy-{SYMPY}-{vocab_size}.npy"
     if not place.is_file():
         tokenizer = trained_coder(texts(), vocab_size)
-        ids: list[int] = []
+        ids = []
         for text in texts():
             ids += [*tokenizer.encode(text).ids, 0]
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +91,7 @@ def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
     """Hold out the last ``blocks`` of ``length`` tokens."""
     size = blocks * (length + 1)
     train, held_out = tokens[:-size], tokens[-size:].view(blocks, length + 1)
-    config: Any = model.config
+    config = model.config
     hashed = hashlib.sha256(f"{blocks} × {length} held out".encode())
     hashed.update(tokens.numpy().tobytes())
     text = hashed.hexdigest()[:16]
@@ -101,15 +99,15 @@ def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
     return Start(model, train, held_out, unigram, text)
 
 
-def drawn(config: Any, seed: int) -> nn.Module:
+def drawn(config, seed: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.train()
 
 
-def llama(**sizes: Any) -> Any:
+def llama(**sizes):
     from transformers import LlamaConfig
 
     return LlamaConfig(use_cache=False, bos_token_id=None, eos_token_id=None, **sizes)
@@ -136,7 +134,7 @@ def bytes_model() -> nn.Module:
     return drawn(llama(vocab_size=256, **sizes, **heads), 0)
 
 
-def halves() -> tuple[Tensor, Tensor]:
+def halves():
     """Return the bytes of two halves of the files."""
     files = list(texts())
     parts = []
@@ -149,7 +147,7 @@ def halves() -> tuple[Tensor, Tensor]:
 def pretrained_bytes(text: Tensor, steps: int = 1500) -> nn.Module:
     """Return ``bytes-2m``, trained on its first half; the first use trains and keeps it."""
     place = RUNS / f"{BYTES}-sympy-{SYMPY}.pt"
-    model: Any = bytes_model()
+    model = bytes_model()
     if not place.is_file():
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
@@ -167,7 +165,7 @@ def pretrained_bytes(text: Tensor, steps: int = 1500) -> nn.Module:
     return model
 
 
-def smollm2() -> tuple[nn.Module, Tensor]:
+def smollm2():
     """Return SmolLM2 with the float32 values of its file, and the text in its tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -179,7 +177,7 @@ def smollm2() -> tuple[nn.Module, Tensor]:
     folder = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     files = list(texts())
-    ids: list[int] = []
+    ids = []
     for text in files[:60]:
         ids += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id or 0]
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)

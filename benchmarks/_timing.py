@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -49,13 +49,13 @@ class Contender(NamedTuple):
 
 
 def measure(
-    contenders: Sequence[Contender],
+    contenders,
     *,
     rounds: int,
     warmup: int = 2,
-    wait: Callable[[], object] = nothing,
-    clock: Callable[[], float] = time.process_time,
-) -> list[Row]:
+    wait=nothing,
+    clock=time.process_time,
+):
     """Time contenders in rounds; return a row per contender, in the order given.
 
     Args:
@@ -70,7 +70,7 @@ def measure(
             contender.before()
             contender.run()
     wait()
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    seconds = {contender.name: [] for contender in contenders}
     for number in range(rounds):
         first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
@@ -105,7 +105,7 @@ def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     return flags
 
 
-def begin(title: str, options: argparse.Namespace, peers: Sequence[str] = ()) -> None:
+def begin(title: str, options: argparse.Namespace, peers=()) -> None:
     """Print what a reader must know beside the figures.
 
     Args:
@@ -128,11 +128,11 @@ def begin(title: str, options: argparse.Namespace, peers: Sequence[str] = ()) ->
     print("  ".join(f"{name} {value}" for name, value in facts.items()))
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
+def show(title: str, rows) -> None:
     """Print a table, of figures with four digits."""
     shown = []
     for row in rows:
-        line: Row = {name: None for other in rows for name in other}
+        line = {name: None for other in rows for name in other}
         for name, value in row.items():
             line[name] = float(f"{value:.4g}") if isinstance(value, float) else value
         shown.append(line)
@@ -140,9 +140,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
     print(table_of(shown).plain(), end="", flush=True)
 
 
-def parameters(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu"
-) -> list[nn.Parameter]:
+def parameters(shapes, dtype: torch.dtype, device: str = "cpu"):
     """Return parameters that have gradients."""
     params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     for p in params:
@@ -150,7 +148,7 @@ def parameters(
     return params
 
 
-def exit_by(main: Callable[[], int]) -> NoReturn:
+def exit_by(main) -> NoReturn:
     """Run a benchmark and exit with its status: 2 and one line for an error of the project's own."""
     try:
         sys.exit(main())

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from _peers import reason
-from _timing import Row, begin, parser, show
+from _timing import begin, parser, show
 from speed import OPTIONS, report_layers, report_steps
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import operand_dtype
@@ -37,14 +35,14 @@ PROCESSES = 14
 # ── correctness ───────────────────────────────────────────────────────────────────────────────────
 
 
-def stepped(storage: str, device: str, steps: int) -> list[Tensor]:
+def stepped(storage: str, device: str, steps: int):
     """Train on known gradients, one of which is infinite; return the weights and the state."""
     dtype = getattr(torch, STORAGES[storage].visible)
     draws = torch.Generator().manual_seed(0)
     weights = []
     for shape in ((520, 512), (257, 33), (12, 5), (7,)):
         weights.append(nn.Parameter(torch.randn(shape, generator=draws).to(device, dtype)))
-    ours: dict[str, Any] = {"max_grad_norm": 1.0, "audit_every": 5, **OPTIONS}
+    ours = {"max_grad_norm": 1.0, "audit_every": 5, **OPTIONS}
     optimizer = ng.AdamW(weights, storage=storage, compile=device == "cuda", **ours)
     for step in range(steps):
         for weight in weights:
@@ -57,7 +55,7 @@ def stepped(storage: str, device: str, steps: int) -> list[Tensor]:
     return tensors
 
 
-def num_different(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> int:
+def num_different(expected, actual) -> int:
     """Count the tensors with other bits."""
     pairs = zip(expected, actual, strict=True)
     return sum(bool(first_difference("", a.contiguous(), b.cpu().contiguous())) for a, b in pairs)
@@ -83,7 +81,7 @@ def cast_error(cast: Cast, device: str) -> int:
     return num_wrong
 
 
-def layer_results(compute: str, device: str) -> list[Tensor]:
+def layer_results(compute: str, device: str):
     """Return the output and the gradients of a layer."""
     draws = torch.Generator().manual_seed(0)
     w, x, slope = (
@@ -104,11 +102,11 @@ def layer_error(compute: str, device: str) -> float:
     return max(float((a - b).norm() / a.norm()) for a, b in pairs)
 
 
-def check(error_of: Callable[..., float], name: Any, *arguments: Any) -> Row:
+def check(error_of, name, *arguments):
     """Make a check and print its row at once. An exception is a failed check."""
     torch.set_num_threads(1)
     limit = 0.01 if error_of is layer_error else 0
-    row: Row = {"": f"{error_of.__name__} {name}"}
+    row = {"": f"{error_of.__name__} {name}"}
     try:
         row["error"] = error_of(name, *arguments)
         row["passes"] = "yes" if row["error"] <= limit else "NO"
@@ -118,12 +116,12 @@ def check(error_of: Callable[..., float], name: Any, *arguments: Any) -> Row:
     return row
 
 
-def correctness(device: str, options: Any) -> bool:
+def correctness(device: str, options) -> bool:
     """Check steps, casts and layers, in processes, since compiling takes most of their time."""
-    casts: dict[Cast, None] = {}
+    casts = {}
     for compute in COMPUTES.values():
         casts |= {cast: None for cast in compute.casts.values() if not cast.is_wide}
-    jobs: list[tuple[Any, ...]] = [(step_error, name, device, 12) for name in STORAGES]
+    jobs = [(step_error, name, device, 12) for name in STORAGES]
     jobs += [(cast_error, cast, device) for cast in casts]
     jobs += [(layer_error, name, device) for name in COMPUTES]
     if options.quick:
@@ -140,7 +138,7 @@ def correctness(device: str, options: Any) -> bool:
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None) -> int:
     """Check, then measure."""
     flags = parser(__doc__, rounds=25)
     flags.add_argument("--rehearse", action="store_true", help="run on the CPU, at small sizes")

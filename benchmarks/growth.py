@@ -16,8 +16,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from _conditions import digest, replace
-from _timing import Row, begin, exit_by, parser, show
+from _conditions import digest, keep_newest
+from _timing import begin, exit_by, parser, show
 from torch import Tensor
 
 from narrowgauge.numerics.exact_sums import ExactSums
@@ -34,7 +34,7 @@ def gradient(common: Tensor, rank: int) -> Tensor:
     return (0.1 * common + torch.randn(NUMBER, generator=draw)).bfloat16()
 
 
-def means(common: Tensor, num_ranks: int, is_reversed: bool = False) -> dict[str, Tensor]:
+def means(common: Tensor, num_ranks: int, is_reversed: bool = False):
     """Return the mean over ranks by each sum, one rank added to the next."""
     narrow = torch.zeros(NUMBER, dtype=torch.bfloat16)
     wide = torch.zeros(NUMBER)
@@ -59,14 +59,14 @@ def distance(x: Tensor, wanted: Tensor) -> float:
     return float((x.double() - wanted).norm() / wanted.norm())
 
 
-def rows_of(num_ranks: int) -> list[Row]:
+def rows_of(num_ranks: int):
     """Return a row of each sum at a number of ranks."""
     common = torch.randn(NUMBER, generator=torch.Generator().manual_seed(0))
     first = means(common, num_ranks)
     other = means(common, num_ranks, is_reversed=True)
     rows = []
     for kind in ("bfloat16", "float32", "reproducible"):
-        row: Row = {"row": f"{kind} {num_ranks}", "sum": kind, "ranks": num_ranks}
+        row = {"row": f"{kind} {num_ranks}", "sum": kind, "ranks": num_ranks}
         row["order"] = float((first[kind] != other[kind]).float().mean())
         row["error"] = distance(first[kind], first["exact"])
         rows.append(row)
@@ -83,7 +83,7 @@ def main() -> int:
     show("errors by number of ranks", rows)
     if not options.quick:
         held = {THIS: digest(THIS)}
-        replace(FILE, [row | {"digests": {row["row"]: held}} for row in rows])
+        keep_newest(FILE, [row | {"digests": {row["row"]: held}} for row in rows])
     return 0
 
 

@@ -20,7 +20,6 @@ Run: ``./dev bench offload [--only bare engines] [--rounds 9]``
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import os
@@ -28,19 +27,17 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from _conditions import keep
 from _peers import bytes_held
 from _rows import PEERS_BY_NAME
-from _timing import Contender, Row, begin, exit_by, measure, parser, show
-from speed import FUSED, OPTIONS, STEPS, clipped_step, contenders_of, fresh, repeated, resident
-from torch import Tensor, nn
+from _timing import Contender, begin, exit_by, measure, parser, show
+from speed import FUSED, OPTIONS, STEPS, clipped_step, contenders_of, fresh, repeated
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowgauge as ng
@@ -49,16 +46,14 @@ from narrowgauge.torch_support.machine import installed_version
 
 FILE = Path(__file__).with_name("offload.jsonl")
 ELEMENTS = 2**25
-CASES: dict[str, Any] = {
+CASES = {
     "one matrix": ([(8192, 4096)], None),
     "32 matrices, clipped": ([(1024, 1024)] * 32, 1.0),
     "one vector, clipped": ([(ELEMENTS,)], 1.0),
 }
-Make = Callable[..., Any]
-Facts = dict[str, Row]
 
 
-def prime_rl(params: list[nn.Parameter]) -> Any:
+def prime_rl(params):
     """Return prime-rl's kernel as an optimizer of bfloat16 weights, which keeps float32 ones."""
     sys.path.append(os.environ["PRIME_RL"] + "/src/prime_rl/trainer/optim")
     kernel = importlib.import_module("cpu_adam").adamw_step
@@ -87,7 +82,7 @@ ours = partial(ng.AdamW, compile=True, **OPTIONS)
 fused = partial(torch.optim.AdamW, fused=True, **OPTIONS)
 deepspeed = partial(PEERS_BY_NAME["DeepSpeedCPUAdam"].make, **OPTIONS)
 narrow_deepspeed = partial(PEERS_BY_NAME["DeepSpeedCPUAdam 16-bit states"].make, **OPTIONS)
-WIDE: dict[str, Make] = {
+WIDE = {
     FUSED: fused,
     "DeepSpeedCPUAdam": deepspeed,
     "float32-states8": partial(ours, storage="float32-states8"),
@@ -98,15 +93,13 @@ for _storage in ("word", "exact", "compact", "states8"):
     WAYS[_storage] = partial(ours, storage=_storage)
 
 
-def bare_steps(name: str, grads: list[Tensor], norm: float | None, facts: Facts) -> Any:
-    """Return ten steps of a way; note the bytes of a parameter that it holds with a gradient, that
-    are resident, and that a step moves.
+def bare_steps(name: str, grads, norm: float | None, facts):
+    """Return ten steps of a way; note the bytes of a parameter that it holds with a gradient, and
+    that a step moves.
     """
     is_wide = name in WIDE
     dtype = torch.float32 if is_wide else torch.bfloat16
     leaving = [torch.zeros_like(g) for g in grads]
-    gc.collect()
-    before = resident("VmRSS")
     params = [nn.Parameter(torch.ones(g.shape, dtype=dtype)) for g in grads]
     for p, g in zip(params, grads, strict=True):
         p.grad = g.to(dtype, copy=True)
@@ -130,18 +123,17 @@ def bare_steps(name: str, grads: list[Tensor], norm: float | None, facts: Facts)
         moved += 12  # 2 and 4 of a gradient, 4 and 2 of a weight
     if norm:
         moved += size if clips else 3 * size
-    grown = (resident("VmRSS") - before) / ELEMENTS
-    facts[name] = {"held": 2 * size + states, "resident": grown, "moved": moved}
+    facts[name] = {"held": 2 * size + states, "moved": moved}
     return partial(repeated, step)
 
 
-def drawn(names: Iterable[str], seed: int) -> list[str]:
+def drawn(names, seed: int):
     """Return names in an order of the seed, behind the first, which is the baseline."""
     first, *others = names
     return [first, *random.Random(seed).sample(others, len(others))]
 
 
-def rows_of(contenders: Sequence[Contender], tensors: str, rounds: int) -> Iterator[Row]:
+def rows_of(contenders, tensors: str, rounds: int):
     """Yield a row for each contender that runs here, and number of threads."""
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -150,14 +142,14 @@ def rows_of(contenders: Sequence[Contender], tensors: str, rounds: int) -> Itera
             yield shared | {"over float32": row["ratio"], "median ms": row["median ms"]}
 
 
-def bare(seed: int) -> Iterator[Row]:
+def bare(seed: int):
     """Yield the rows of one repeat of bare steps."""
     source, target = torch.zeros(2, ELEMENTS)
     copy = partial(target.copy_, source)
     for tensors, (shapes, norm) in CASES.items():
         grads = [torch.randn(shape).mul_(1e-3).bfloat16() for shape in shapes]
-        facts: Facts = {"a copy": {"moved": 8.0}}
-        makers: dict[str, Any] = {}
+        facts = {"a copy": {"moved": 8.0}}
+        makers = {}
         for name in drawn(WAYS, seed):
             makers[name] = partial(bare_steps, name, grads, norm, facts)
         makers["a copy"] = lambda: partial(repeated, copy)
@@ -176,7 +168,7 @@ ZERO = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
 }
-ENGINES: dict[str, tuple[torch.dtype, Make]] = {
+ENGINES = {
     "FSDP2, torch fused": (torch.float32, fused),
     "FSDP2, word": (torch.bfloat16, partial(ours, storage="word", max_grad_norm=1.0)),
     "ZeRO 2, DeepSpeedCPUAdam": (torch.float32, deepspeed),
@@ -187,7 +179,7 @@ ENGINES: dict[str, tuple[torch.dtype, Make]] = {
 def engine_of(name: str) -> Contender:
     """Return the whole step of an engine, which follows a backward pass."""
     dtype, make = ENGINES[name]
-    model: Any = nn.Sequential(*(nn.Linear(1024, 1024, False, "cpu", dtype) for _ in range(32)))
+    model = nn.Sequential(*(nn.Linear(1024, 1024, False, "cpu", dtype) for _ in range(32)))
     for layer in model:  # variances stay: a gradient that is nearly zero is slow everywhere
         nn.init.normal_(layer.weight, std=1 / 32)
     if name.startswith("ZeRO"):
@@ -211,7 +203,7 @@ def engine_of(name: str) -> Contender:
     return Contender(name, step, lambda: model(x).float().square().mean().backward())
 
 
-def engines(seed: int) -> Iterator[Row]:
+def engines(seed: int):
     """Yield the rows of one repeat of whole steps."""
     torch.distributed.init_process_group("gloo")
     contenders = [engine_of(name) for name in drawn(ENGINES, seed)]
@@ -230,12 +222,12 @@ ENVIRONMENT = {
     "MASTER_PORT": "0",
     "DS_ACCELERATOR": "cpu",
     "DEEPSPEED_LOG_LEVEL": "error",
-    # Freed memory goes back to the system, so that the next contender's is counted.
+    # Freed memory goes back to the system, so that no contender finds another's pages.
     "MALLOC_MMAP_THRESHOLD_": "1000000",
 }
 
 
-def repeat(part: str, seed: int) -> list[Row]:
+def repeat(part: str, seed: int):
     warnings.simplefilter("ignore")
     return list(PARTS[part](seed))
 

@@ -15,6 +15,7 @@ but the head change. Baseline: bfloat16 with the same factor. A difference is th
 of 256 tokens, paired, with half its 95 % interval: one of this model's loss on this text.
 
 Run: ``./dev bench outliers [--rows NAME …] [--quick]``; a row of a factor takes a minute of a core.
+It writes ``benchmarks/outliers.jsonl``. What multiplies only in a server has the factor 1 alone.
 """
 
 from __future__ import annotations
@@ -23,31 +24,32 @@ import copy
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
+from _conditions import digest, keep_newest
 from _starts import smollm2
-from _timing import Row, begin, exit_by, parser, show
+from _timing import begin, exit_by, parser, show
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.measuring.diagnose.comparison import interval
+from narrowgauge.spec.computes import COMPUTES
 
+FILE = Path(__file__).with_suffix(".jsonl")
 FACTORS = (1, 8, 64, 4096)
-Peaks = dict[str, Tensor]
-"""The largest magnitude of each input channel of each ``down_proj``, by the name of its MLP."""
-Change = Callable[[nn.Module], object]
 
 
 @torch.no_grad()
-def peaks_of(model: nn.Module, blocks: Tensor) -> Peaks:
-    """Return the largest magnitudes of what enters each ``down_proj``."""
-    peaks: Peaks = {}
+def peaks_of(model: nn.Module, blocks: Tensor):
+    """Return the largest magnitude of each channel that enters a ``down_proj``, by the name of its
+    MLP.
+    """
+    peaks = {}
 
-    def record(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def record(name: str, layer: nn.Module, inputs) -> None:
         peaks[name] = inputs[0].float().abs().flatten(0, -2).amax(0)
 
     hooks = []
@@ -60,10 +62,10 @@ def peaks_of(model: nn.Module, blocks: Tensor) -> Peaks:
     return peaks
 
 
-def grow(model: nn.Module, peaks: Peaks, factor: float) -> None:
+def grow(model: nn.Module, peaks, factor: float) -> None:
     """Multiply the largest channel of each SwiGLU by a factor, and keep the function."""
     for name, channels in peaks.items():
-        mlp: Any = model.get_submodule(name)
+        mlp = model.get_submodule(name)
         channel = channels.argmax()
         mlp.up_proj.weight.data[channel] *= factor
         mlp.down_proj.weight.data[:, channel] /= factor
@@ -82,33 +84,32 @@ def bitsandbytes_layers(model: nn.Module) -> None:
     model.to("cpu")
 
 
-def serve(compute: str) -> Change:
+def serve(compute: str):
     return lambda model: ng.quantize_for_inference(model, compute)
 
 
-def swap(compute: str) -> Change:
+def swap(compute: str):
     return lambda model: ng.swap_linears(model, compute)
 
 
-ROWS: dict[str, Change] = {
+SERVED = {
     "bfloat16": swap("bfloat16"),
     "int8-row": serve("int8-row"),
     "int8-outlier-codes": serve("int8-outlier-codes"),
     "bitsandbytes Linear8bitLt": bitsandbytes_layers,
-    "float8-row": swap("float8-row"),
-    "float8-tensor": swap("float8-tensor"),
-    "mxfp8": swap("mxfp8"),
 }
+TRAINED = {name: swap(name) for name in ("float8-row", "float8-tensor", "mxfp8")}
+ROWS = SERVED | TRAINED
 
 
 @torch.no_grad()
-def losses(model: nn.Module, blocks: Tensor) -> list[float]:
+def losses(model: nn.Module, blocks: Tensor):
     """Return the loss of each block, in nats per token."""
     model.eval()
     return [model(input_ids=block[None], labels=block[None]).loss.item() for block in blocks]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
     flags.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
@@ -120,21 +121,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     blocks = tokens[-256 * number :].view(number, 256)
     model = ng.cast_parameters(loaded, torch.bfloat16).eval()
     peaks = peaks_of(model, blocks[:8])
-    rows: list[Row] = []
+    rows = {name: {"row": name} for name in options.rows}
     for factor in FACTORS:
         grown = copy.deepcopy(model)
         grow(grown, peaks, factor)
         wide = losses(grown, blocks)
-        for name in options.rows:
+        for name, row in rows.items():
+            if factor > 1 and name in SERVED:
+                continue
             changed = copy.deepcopy(grown)
             ROWS[name](changed)
             narrow = losses(changed, blocks)
             mean, half = interval([a - b for a, b in zip(narrow, wide, strict=True)])
-            perplexity = f"{math.exp(statistics.fmean(narrow)):.2f}"
-            row = {"row": name, "factor": factor, "perplexity": perplexity}
-            rows.append(row | {"nats lost": f"{mean:+.4f} ± {half:.4f}"})
-            print(rows[-1], flush=True)
-    show("loss less bfloat16's, by the factor of one channel a layer", rows)
+            row[str(factor)] = f"{mean:+.3f} ± {half:.3f}"
+            if factor == 1:
+                row["perplexity"] = f"{math.exp(statistics.fmean(narrow)):.2f}"
+            print(row, flush=True)
+    show("loss less bfloat16's, by the factor of one channel a layer", [*rows.values()])
+    if not options.quick:
+        for name, row in rows.items():
+            part = f"linear layers: {name}" if name in COMPUTES else "package: bitsandbytes"
+            row["digests"] = {name: {part: digest(part)}}
+        keep_newest(FILE, [*rows.values()])
     return 0
 
 

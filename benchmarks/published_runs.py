@@ -12,7 +12,8 @@ plans each run from every other one of its publication, chip and program. ``ends
 planner's table: the 10 and 90 % quantiles of measured over planned. Those of memories (in the layout
 that is stated), which few publish, are widened until the other publications' hold 80 %.
 
-Run: ``./dev bench published_runs [--held-out] [--stated] [--next]``; a minute.
+Run: ``./dev bench published_runs [--held-out] [--stated] [--next]``; a minute. The summaries are
+written into ``benchmarks/published_runs.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import contextlib
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
@@ -37,7 +38,7 @@ from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
 HERE = Path(__file__).parent
-Question = dict[str, Any]
+FILE = HERE / "published_runs.jsonl"
 
 
 class Fact(NamedTuple):
@@ -67,12 +68,12 @@ class Fact(NamedTuple):
         return self.ends[0] <= self.measured <= self.ends[1]
 
 
-def load(*, held_out: bool, stated: bool = False) -> list[Question]:
+def load(*, held_out: bool, stated: bool = False):
     """Return the runs and questions of a file, each with its question for the planner."""
     name = "published_held_out.toml" if held_out else "published.toml"
     table = load_toml((HERE / name).read_text(encoding="utf-8"))
     models = {name: of_config(config, name) for name, config in table["models"].items()}
-    rows: list[Question] = []
+    rows = []
     for source in ("run", "question"):
         for row in table[source]:
             ask = row["ask"]
@@ -86,16 +87,16 @@ def load(*, held_out: bool, stated: bool = False) -> list[Question]:
     return rows
 
 
-_CHIPS: dict[str, Chip] = {}
+_CHIPS = {}
 """Chips by what a run says of them: equal ones are one object."""
 
 
-def chip_of(like: str, **fields: Any) -> Chip:
+def chip_of(like: str, **fields) -> Chip:
     """Return a chip that differs so from one of the table."""
     return _CHIPS.setdefault(f"{like} {fields}", replace(get_chip(like), **fields))
 
 
-def facts_of(rows: Sequence[Question]) -> Iterator[Fact]:
+def facts_of(rows):
     """Yield the planner's answers beside the facts of runs."""
     for row in rows:
         fact = row["fact"]
@@ -114,7 +115,7 @@ def facts_of(rows: Sequence[Question]) -> Iterator[Fact]:
             yield Fact(*row["names"], job.kind, "speed", *rates)
 
 
-def longest(asked: Question) -> int:
+def longest(asked) -> int:
     """Return the tokens of the longest sequence that fits, to 128."""
     least, most = 1, 1 << 13
     while most - least > 1:
@@ -126,7 +127,7 @@ def longest(asked: Question) -> int:
     return 128 * least
 
 
-def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
+def pairs_of(rows, *, stated: bool):
     """Plan each run from every other one of its publication, chip and program: in the known run's
     layout, or in the one that its source states.
     """
@@ -160,7 +161,7 @@ def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
                     yield Fact(*names, told.difference, "memory", *peaks)
 
 
-def summary(facts: Sequence[Fact]) -> str:
+def summary(facts) -> str:
     """Summarize errors; each run has the weight one, whatever the number of its facts."""
     count = Counter(fact.name for fact in facts)
     median = mean = right = inside = passed = 0.0
@@ -173,12 +174,12 @@ def summary(facts: Sequence[Fact]) -> str:
         right += weight * fact.is_right
         inside += weight * fact.is_inside
     return (
-        f"{len(count)} runs, {len(facts)} facts: {right * len(count):.0f} right; mean error {mean:.1%}, "
-        f"median {median:.1%}; {inside:.0%} inside"
+        f"{len(count)} runs: median error {median:.1%}, mean {mean:.1%}; {right * len(count):.0f} "
+        f"right; {inside:.0%} inside the interval"
     )
 
 
-def ends_of(facts: Sequence[Fact], wider: float = 1.0) -> tuple[float, float]:
+def ends_of(facts, wider: float = 1.0):
     """Return the 10 and 90 % quantiles of measured over planned values, as far from the median as
     the power ``wider`` says.
     """
@@ -187,7 +188,7 @@ def ends_of(facts: Sequence[Fact], wider: float = 1.0) -> tuple[float, float]:
     return middle * (low / middle) ** wider, middle * (high / middle) ** wider
 
 
-def held_by_others(facts: Sequence[Fact], wider: float = 1.0) -> float:
+def held_by_others(facts, wider: float = 1.0) -> float:
     """Return the share of facts inside the interval of the other publications' facts."""
     inside = 0
     for fact in facts:
@@ -212,8 +213,11 @@ def main() -> int:
             if fact not in groups[fact.what, group]:
                 groups[fact.what, group].append(fact)
         groups["all", fact.source].append(fact)
+    asked = [name for name, is_set in vars(options).items() if is_set]
+    records = []
     for (what, group), chosen in sorted(groups.items()):
-        print(f"{what}, {group}: {summary(chosen)}")
+        records.append({"row": ", ".join([*asked, what, group]), "errors": summary(chosen)})
+        print(f"{what}, {group}: {records[-1]['errors']}")
         is_wide = what == "memory" and group == "all kinds"
         if options.held_out or not (is_wide or group in ERRORS["speed"]):
             continue
@@ -222,6 +226,9 @@ def main() -> int:
             wider += 0.05
         ends = ", ".join(f"{end:.3f}" for end in ends_of(chosen, wider))
         print(f"ends = [{ends}] runs = {len(chosen)}")
+    from _conditions import keep_newest  # the tests of the planner do without PyTorch
+
+    keep_newest(FILE, records)
     return 0
 
 

@@ -8,7 +8,7 @@ Baseline: FSDP2 with float32 sums, or DDP, in the same run, round by round, on t
 tokens; it runs twice, and the ratio of the two says how quiet the machine was.
 
 Run: ``./dev bench ranks [--only models|time] [--quick]``. Ranks are processes of this machine with one
-thread each, and talk over gloo.
+thread each, and talk over gloo. The numbers of models are written into ``benchmarks/ranks.jsonl``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Contender, Row, begin, measure, parser, show
-from torch import Tensor, multiprocessing, nn
+from _conditions import keep_newest
+from _timing import Contender, begin, measure, parser, show
+from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import narrowgauge as ng
@@ -35,11 +34,12 @@ from narrowgauge.distributed.sharding import shard
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.trainer import language_model
 
+FILE = Path(__file__).with_suffix(".jsonl")
 LEAVES = 12
 STEPS = 3
 
 
-def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
+def on_ranks(function, num_ranks: int, *arguments):
     """Return what a function returns on the first of so many ranks, forked from this process."""
     with tempfile.TemporaryDirectory() as folder:
         told = (num_ranks, Path(folder), function, arguments)
@@ -47,9 +47,7 @@ def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> A
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _rank(
-    rank: int, num_ranks: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
+def _rank(rank: int, num_ranks: int, folder: Path, function, arguments) -> None:
     """Call a function in a group of gloo, over the loopback interface."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -74,10 +72,10 @@ class Loop:
         micro_batches: of a step, on all ranks.
     """
 
-    def __init__(self, model: Any, kind: str, micro_batches: int, lr: float) -> None:
+    def __init__(self, model, kind: str, micro_batches: int, lr: float) -> None:
         self.called = model
         self.sums = None
-        self.micro_batches: float = micro_batches
+        self.micro_batches = micro_batches
         if "FSDP2" in kind:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             shard(model, mesh, wire="float32", average=False)
@@ -86,10 +84,10 @@ class Loop:
             self.micro_batches /= dist.get_world_size()  # it divides by the number of ranks
         if "reproducible" in kind:
             self.sums = ng.reduce_gradients_with(model, average=False)
-        settings: dict[str, Any] = {"storage": "float32", "max_grad_norm": 1.0}
+        settings = {"storage": "float32", "max_grad_norm": 1.0}
         self.optimizer = ng.AdamW(model.parameters(), lr=lr, **settings)
 
-    def step(self, batches: Sequence[Tensor]) -> None:
+    def step(self, batches) -> None:
         """Take a step on the micro-batches of this rank, ``[sequences, length + 1]`` each."""
         share = self.micro_batches * batches[0][:, 1:].numel()
         for place, tokens in enumerate(batches):
@@ -103,7 +101,7 @@ class Loop:
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def timed(kinds: Sequence[str], rounds: int) -> list[Row]:
+def timed(kinds, rounds: int):
     """Return a table: whole steps of llama-8m of each kind in turn, all ranks in step."""
     draw = torch.Generator().manual_seed(dist.get_rank())
     contenders = []
@@ -112,7 +110,7 @@ def timed(kinds: Sequence[str], rounds: int) -> list[Row]:
         loop = Loop(model, kind.removesuffix(", again"), 2 * dist.get_world_size(), 1e-4)
         batches = torch.randint(model.config.vocab_size, (2, 4, 257), generator=draw)
         contenders.append(Contender(kind, partial(loop.step, batches), before=dist.barrier))
-    settings: dict[str, Any] = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
+    settings = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
     return measure(contenders, rounds=rounds, **settings)
 
 
@@ -121,7 +119,7 @@ def timed(kinds: Sequence[str], rounds: int) -> list[Row]:
 
 def final_model(kind: str, contiguous: bool) -> str:
     """Return the fingerprint of a small model after three steps of twelve micro-batches."""
-    model: Any = language_model.build("llama-1m", vocab_size=256, seed=0)
+    model = language_model.build("llama-1m", vocab_size=256, seed=0)
     loop = Loop(model, kind, LEAVES, 1e-3)
     draw = torch.Generator().manual_seed(1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -134,25 +132,27 @@ def final_model(kind: str, contiguous: bool) -> str:
     return fingerprint_all(weights)
 
 
-def final_models(kind: str) -> list[str]:
+def final_models(kind: str):
     """Return the fingerprints of a kind, in both assignments."""
     return [final_model(kind, contiguous) for contiguous in (False, True)]
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments) -> int:
     """Print the tables."""
     flags = parser(__doc__, rounds=4)
     flags.add_argument("--only", choices=("models", "time"), help="one table")
     options = flags.parse_args(arguments)
     begin("ranks", options)
     if options.only in (None, "models"):
-        rows: list[Row] = []
+        rows = []
         for kind in ("DDP", "FSDP2", "reproducible"):
-            models: list[str] = []
+            models = []
             for size in (1, 2) if options.quick else (1, 2, 3, 4, 6):
                 models += on_ranks(final_models, size, kind)
-            rows.append({"": kind, "runs": len(models), "different models": len(set(models))})
+            rows.append({"row": kind, "runs": len(models), "different models": len(set(models))})
         show(f"final models of {LEAVES} micro-batches on ranks", rows)
+        if not options.quick:
+            keep_newest(FILE, rows)
     if options.only in (None, "time") and not options.quick:
         for ours, theirs in (("reproducible FSDP2", "FSDP2"), ("reproducible", "DDP")):
             kinds = (theirs, f"{theirs}, again", ours)

@@ -28,18 +28,16 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 from _conditions import keep
-from _peers import PACKAGES, PEERS, Peer, reason
-from _timing import Contender, Row, begin, exit_by, measure, parameters, parser, show
+from _peers import PACKAGES, PEERS, reason
+from _timing import Contender, begin, exit_by, measure, parameters, parser, show
 from torch import nn
 
 import narrowgauge as ng
@@ -49,7 +47,7 @@ from narrowgauge.trainer import language_model
 FILE = Path(__file__).with_name("steps.jsonl")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
-OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 10
 """Steps of a round: by default one of ten is audited."""
 FUSED = "torch fused"
@@ -61,8 +59,7 @@ LAYERS = {
 }
 TORCHAO = "torchao float8 "
 VOCABULARY = 4096
-Shapes = Sequence[tuple[int, ...]]
-SIZES: dict[str, dict[str, Shapes]] = {
+SIZES = {
     "cpu": {
         "33.5 M": [(8192, 4096)],
         "64 of 1,048,576": [(1024, 1024)] * 64,
@@ -77,14 +74,10 @@ SIZES: dict[str, dict[str, Shapes]] = {
         "300 of 8,192": [(128, 64)] * 300,
     },
 }
-QUICK: dict[str, Shapes] = {"20 of 8,192": [(128, 64)] * 20}
+QUICK = {"20 of 8,192": [(128, 64)] * 20}
 
 
-Makers = dict[str, Callable[[], Callable[[], object]]]
-"""What makes the functions that are timed, by the name of a row, the baseline first."""
-
-
-def contenders_of(makers: Makers, **kind: Any) -> list[Contender]:
+def contenders_of(makers, **kind):
     """Return a contender for each function that runs here; ``kind`` says how it counts a call."""
     contenders = []
     for name, make in makers.items():
@@ -98,7 +91,7 @@ def contenders_of(makers: Makers, **kind: Any) -> list[Contender]:
     return contenders
 
 
-def timed(makers: Makers, rounds: int, **kind: Any) -> list[Row]:
+def timed(makers, rounds: int, **kind):
     """Return a row for each function that runs here, over so many rounds."""
     contenders = contenders_of(makers, **kind)
     if DEVICE == "cpu":
@@ -110,33 +103,31 @@ def timed(makers: Makers, rounds: int, **kind: Any) -> list[Row]:
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def clipped_step(optimizer: Any, params: Any, norm: float | None = 1.0) -> None:
+def clipped_step(optimizer, params, norm: float | None = 1.0) -> None:
     """Step, clipped by torch unless by the optimizer."""
     if norm and not hasattr(optimizer, "max_grad_norm"):
         nn.utils.clip_grad_norm_(params, norm)
     optimizer.step()
 
 
-def repeated(step: Callable[[], object]) -> None:
+def repeated(step) -> None:
     """Take the steps of a round."""
     for _ in range(STEPS):
         step()
 
 
-def clipped_steps(
-    kind: Callable[..., Any], dtype: torch.dtype, shapes: Shapes
-) -> Callable[[], None]:
+def clipped_steps(kind, dtype: torch.dtype, shapes):
     """Return the steps of a round."""
     params = parameters(shapes, dtype, DEVICE)
     return partial(repeated, partial(clipped_step, kind(params, **OPTIONS), params))
 
 
-def steps(shapes: Shapes, rounds: int, peers: Sequence[Peer]) -> list[Row]:
+def steps(shapes, rounds: int, peers):
     """Return a row for the step of each storage, and of each peer that works here."""
     fused = partial(torch.optim.AdamW, fused=True)
     makers = {FUSED: partial(clipped_steps, fused, torch.float32, shapes)}
     ours = partial(ng.AdamW, compile=True, max_grad_norm=1.0)
-    kinds: dict[str, Callable[..., Any]] = {FUSED_BFLOAT16: fused}
+    kinds = {FUSED_BFLOAT16: fused}
     for storage in STORAGES:
         kinds[storage] = partial(ours, storage=storage)
     kinds["word, no audit"] = partial(ours, storage="word", audit_every=0)
@@ -186,7 +177,7 @@ def narrowed(layer: nn.Module, name: str) -> None:
         ng.swap_linears(layer, lambda _: compute)
 
 
-def passes(name: str, compiled: bool, tokens: int, sides: tuple[int, int]) -> Callable[[], None]:
+def passes(name: str, compiled: bool, tokens: int, sides):
     """Return forward and backward of a linear layer."""
     wide = nn.Linear(*sides, bias=False, device=DEVICE, dtype=torch.bfloat16)
     layer = nn.Sequential(wide)
@@ -222,7 +213,7 @@ def report_layers(rounds: int, is_quick: bool) -> None:
 # ── in a process of their own ─────────────────────────────────────────────────────────────────────
 
 
-def fresh(function: Callable[[Any], Any], argument: Any, **environment: str) -> Any:
+def fresh(function, argument, **environment: str):
     """Return what a function returns in a new process."""
     spawn = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
@@ -242,7 +233,7 @@ def report_first(rounds: int, is_quick: bool) -> None:
     """Measure and print the seconds of first steps."""
     rows = []
     for storage in STORAGES[:1] if is_quick else STORAGES:
-        row: Row = {"": storage}
+        row = {"": storage}
         with tempfile.TemporaryDirectory() as folder:
             # Clipping compiles the norm with Inductor, which has a cache of its own.
             caches = {"NARROWGAUGE_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
@@ -283,7 +274,7 @@ def memory_of_a_step(storage: str) -> float:
 
 def report_memory(rounds: int, is_quick: bool) -> None:
     """Measure and print the memory of a step in each storage."""
-    rows: list[Row] = []
+    rows = []
     for storage in ("master",) if is_quick else ("master", "collage-plus", "collage-light", "word"):
         # Free memory goes back to the system at once.
         settings = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -295,7 +286,7 @@ def report_memory(rounds: int, is_quick: bool) -> None:
 # ── a watched loop ────────────────────────────────────────────────────────────────────────────────
 
 
-def loop(name: str, shape: tuple[int, int], is_watched: bool) -> Callable[[], None]:
+def loop(name: str, shape, is_watched: bool):
     """Return the step of a loop that people write, over random tokens."""
     model = language_model.build(name, vocab_size=VOCABULARY, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

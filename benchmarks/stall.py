@@ -18,22 +18,20 @@ Run: ``./dev bench stall [--quick]``; two minutes on 2 cores, without peers. It 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from _conditions import digests, replace
+from _conditions import digests, keep_newest
 from _peers import PACKAGES, PEERS, reason
 from _published_states import FORMULAS
 from _rows import PEERS_BY_NAME, bytes_per_param, prepared
-from _timing import Row, begin, exit_by, parser, show
+from _timing import begin, exit_by, parser, show
 from torch import Tensor, nn
 
 from narrowgauge.spec.storages import STORAGES
 
-OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "weight_decay": 0.0}
+OPTIONS = {"lr": 1e-5, "betas": (0.9, 0.999), "weight_decay": 0.0}
 CYCLE = 50
 SCALES = {"near 1": 1.0, "near 0.02": 0.02}
 FILE = Path(__file__).with_suffix(".jsonl")
@@ -64,13 +62,13 @@ class Stall:
             weight.grad = self.cycle[step % CYCLE].to(weight.dtype, copy=True)
             optimizer.step()
 
-    def measured(self, name: str, title: str) -> Row:
+    def measured(self, name: str, title: str):
         """Return error and rate of an optimizer by the name of its row, or why there is none."""
         layer = nn.Linear(*self.start.shape, bias=False)
         layer.weight.data = self.start.float()
         try:
             # Without random low bits, which would be a displacement of their own.
-            optimizer: Any = prepared(name, layer, 0, dict(OPTIONS))
+            optimizer = prepared(name, layer, 0, dict(OPTIONS))
             if name in PEERS_BY_NAME:
                 optimizer.stored = partial(PEERS_BY_NAME[name].stored, optimizer)
             began = optimizer.stored(layer.weight).double()
@@ -84,7 +82,7 @@ class Stall:
         return {"bytes": f"{bytes_per_param(optimizer):.2g}", **figures}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
     storages = [name for name in STORAGES if "float16" not in name]
@@ -97,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = {title: Stall(side, steps, scale) for title, scale in SCALES.items()}
     rows = []
     for name in options.rows:
-        row: Row = {"row": name}
+        row = {"row": name}
         for title, case in cases.items():
             row |= case.measured(name, title)
         rows.append(row)
     show(f"error and rate of the stored displacement after {steps} steps, by size of weights", rows)
     if not options.quick:
         ran = [row for row in rows if "bytes" in row]
-        replace(FILE, [row | {"digests": digests(row["row"], ())} for row in ran])
+        keep_newest(FILE, [row | {"digests": digests(row["row"], ())} for row in ran])
     return 0
 
 

@@ -18,8 +18,8 @@ Settings are in :data:`SETTINGS`, rows in ``_rows.py``. A run of ``llama-1m`` ta
 minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
 ``--quick`` trains six steps and keeps nothing. On a quiet machine that multiplies bfloat16,
 ``./dev bench trainings compare --seeds 0 1 --row float32/float32 bfloat16/float32 bfloat16/naive
-bfloat16/word float16/split bfloat16/collage-plus`` compares tokens a second, memory and losses of
-SmolLM2 on one page.
+bfloat16/word float16/split bfloat16/collage-plus`` compares speeds and losses of SmolLM2 on one
+page, and writes them into ``benchmarks/compare.jsonl``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from _conditions import conditions, digests
+from _conditions import conditions, digests, keep_newest
 from _rows import Float8Sums, bytes_per_param, prepared, row_of
 from _starts import BYTES, SMOLLM2, Start, expect_pinned, start_of
 from _timing import exit_by
@@ -50,8 +49,8 @@ import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
 
 FILE = Path(__file__).with_name("trainings.jsonl")
+COMPARED = Path(__file__).with_name("compare.jsonl")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ SETTINGS = {
 }
 
 
-def lines() -> list[Record]:
+def lines():
     """Return the records of the file."""
     return [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
@@ -125,7 +124,7 @@ def lines() -> list[Record]:
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def loss_of(model: Any, blocks: Tensor, is_wide: bool) -> Tensor:
+def loss_of(model, blocks: Tensor, is_wide: bool) -> Tensor:
     """Return the mean loss of the next tokens of blocks ``[batch, length + 1]``."""
     inputs, targets = blocks[:, :-1], blocks[:, 1:]
     with torch.autocast(DEVICE, torch.bfloat16, enabled=is_wide):
@@ -148,6 +147,7 @@ class Training:
 
     Attributes:
         losses: validation losses in nats per token, by step; ``None`` where one is not finite.
+        ended: the last step, which is an earlier one if the loss was not finite.
         rose: the first step whose loss is 1 nat above the first one's.
         alarm: what ``ng.watch`` said first, where it watched.
         outliers: of a setting that asks for them, by step.
@@ -168,9 +168,10 @@ class Training:
         self.sums = None
         if rounding := row_of(row).options.get("sums"):
             self.sums = Float8Sums(self.model.parameters(), rounding, seed)
-        self.losses: dict[str, float | None] = {}
-        self.outliers: dict[str, dict[str, float]] = {}
-        self.rose: int | None = None
+        self.losses = {}
+        self.outliers = {}
+        self.ended = 0
+        self.rose = None
         self.alarm = ""
 
     def batch(self, step: int) -> Tensor:
@@ -219,6 +220,7 @@ class Training:
         first_loss = math.nan
         for step in range(1, self.setting.steps + 1):
             loss = self.take_step(step - 1)
+            self.ended = step
             if step == 1:
                 first_loss = loss
             if self.rose is None and not loss < first_loss + 1:
@@ -229,12 +231,14 @@ class Training:
                     watch.step(loss)
                 if notices and not self.alarm:
                     self.alarm = f"step {step}: {notices[0].message}"
+            if not math.isfinite(loss):
+                break
             is_judged = step in (*self.setting.evaluations, self.setting.steps)
             if is_judged and not self.evaluate(step):
                 break
 
 
-def outliers(model: nn.Module, blocks: Tensor) -> dict[str, float]:
+def outliers(model: nn.Module, blocks: Tensor):
     """Return the worst inputs of ``down_proj`` over all layers, and what float8 costs there.
 
     ``channel_to_median`` is the largest channel over the median one. A compute has its loss less
@@ -256,7 +260,7 @@ def outliers(model: nn.Module, blocks: Tensor) -> dict[str, float]:
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
-def equivalence(seed: int) -> list[str]:
+def equivalence(seed: int):
     """Return the rows of ``llama-8m`` that ask with this seed whether ``word`` ends where ``master``
     does.
 
@@ -268,15 +272,15 @@ def equivalence(seed: int) -> list[str]:
     return ["master", "word", "master turned"] if seed < 4 else ["master", "word"]
 
 
-def head_of(name: str, row: str, lr: float, seed: int) -> Record:
+def head_of(name: str, row: str, lr: float, seed: int):
     """Return what the record of a run begins with."""
     setting = SETTINGS[name]
-    head: Record = {"setting": name, "row": row, "model": setting.model, "lr": lr, "seed": seed}
+    head = {"setting": name, "row": row, "model": setting.model, "lr": lr, "seed": seed}
     head |= {"beta2": setting.betas[1], "steps": setting.steps}
     return head | conditions() | {"digests": digests(row)}
 
 
-def processors_with(head: Record) -> set[str]:
+def processors_with(head) -> set[str]:
     """Return the kinds of processor that have a record of a run with its own row's digests."""
     wanted = head | {"digests": head["digests"][head["row"]]}
     processors = set()
@@ -310,6 +314,7 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
         "losses": training.losses,
         "unigram": start.unigram,
         "bytes_per_param": bytes_per_param(training.optimizer),
+        "ended": training.ended,
         "rose": training.rose,
         "alarm": training.alarm,
         "outliers": training.outliers,
@@ -321,11 +326,11 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
         stream.write(json.dumps(head) + "\n")
 
 
-def compare(rows: Sequence[str], num_seeds: int, out: str) -> None:
-    """Compare rows in a fine-tune of SmolLM2 by ``ng.compare``, and write its page."""
+def compare(rows, num_seeds: int, out: str) -> None:
+    """Compare recipes in a fine-tune of SmolLM2 by ``ng.compare``; write its page and records."""
     setting = SETTINGS["compare"]
 
-    def train_row(row: str, seed: int, record: Any) -> None:
+    def train_row(row: str, seed: int, record) -> None:
         start = start_of(setting.model, seed, setting.held_out, setting.length)
         training = Training(row, setting.lr, seed, setting, start)
         with record(training.model, training.optimizer) as recorder:
@@ -336,9 +341,14 @@ def compare(rows: Sequence[str], num_seeds: int, out: str) -> None:
     comparison = ng.compare(train_row, rows, seeds=num_seeds, out=out)
     print(comparison.table().plain())
     print(comparison.verdict)
+    records = []
+    for row in comparison.rows:
+        recipe = row["recipe"]
+        records.append({"row": recipe, **row, "digests": digests(recipe, ())})
+    keep_newest(COMPARED, records)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None) -> int:
     """Run the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=raw)

@@ -1,14 +1,14 @@
 """Fill measured figures and tables into the pages, from ``evidence/`` and the records of benchmarks.
 
 A row of ``evidence/SECTION.jsonl`` is one claim. Its figure, dates, machines and bits are those of
-the records of its runs, or stand in the row and are not tracked. A page cites it by its key; what
+the records of its runs, or stand in the row, written by hand. A page cites it by its key; what
 stands between the two comments is written here::
 
     at <!-- evidence: naive -->+0.182 ± 0.041<!-- end --> nats
 
 A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
-runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does, and ``when KEY`` the
-dates and processors of a figure. ::
+runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does, ``when KEY`` the dates
+and processors of a figure, and ``not run`` lists the runs that are still missing. ::
 
     python docs/evidence.py     write README, RESULTS, CLAIMS and docs/
 """
@@ -21,10 +21,8 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.spec.significance import student_t
 from narrowgauge.spec.toml import load_toml
@@ -42,26 +40,24 @@ MARGIN = 0.010
 """
 SEEDS = 12
 
-Row = dict[str, Any]
-Pairs = list[tuple[Row, Row]]
-
 
 @cache
-def lines_of(place: str) -> list[Row]:
-    """Return the objects of a file of JSON lines."""
-    text = (ROOT / place).read_text(encoding="utf-8")
+def lines_of(place: str):
+    """Return the objects of a file of JSON lines, which the first run makes."""
+    path = ROOT / place
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [json.loads(line) for line in text.splitlines()]
 
 
 @cache
-def sections() -> dict[str, list[Row]]:
+def sections():
     """Return the rows of each section."""
     paths = sorted((ROOT / "evidence").glob("*.jsonl"))
     return {path.stem: lines_of(f"evidence/{path.name}") for path in paths}
 
 
 @cache
-def evidence() -> dict[str, Row]:
+def evidence():
     """Return all rows by key."""
     rows = {}
     for section in sections().values():
@@ -72,12 +68,12 @@ def evidence() -> dict[str, Row]:
 # ── a cell: the figure of some runs ───────────────────────────────────────────────────────────────
 
 
-def fits(value: Any, wanted: Any) -> bool:
+def fits(value, wanted) -> bool:
     """Return whether a field has a value, or one of several."""
     return value in wanted if isinstance(wanted, list) else bool(value == wanted)
 
 
-def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row]:
+def chosen(runs, where, step: int | None = None):
     """Return the runs with these fields, with ``loss`` and outliers as they were after a step, or at
     the end.
     """
@@ -92,7 +88,7 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
     return matching
 
 
-def conditions(run: Row, baseline: str) -> list[Any]:
+def conditions(run, baseline: str):
     """Return what the two runs of a pair have in common. The ``unigram`` loss names what they hold
     out.
     """
@@ -100,7 +96,7 @@ def conditions(run: Row, baseline: str) -> list[Any]:
     return [*map(run.get, SAME), held_out, run.get("digests", {}).get(baseline)]
 
 
-def pairs(runs: Iterable[Row], baseline: Sequence[Row]) -> Pairs:
+def pairs(runs, baseline):
     """Return each run with those of the baseline that have the same conditions, and a loss."""
     paired = []
     for run, base in itertools.product(runs, baseline):
@@ -110,13 +106,13 @@ def pairs(runs: Iterable[Row], baseline: Sequence[Row]) -> Pairs:
     return paired
 
 
-def half_interval(values: Sequence[float], confidence: float = 0.95) -> float:
+def half_interval(values, confidence: float = 0.95) -> float:
     """Return half the interval of the mean of one value per seed."""
     seeds = len(values)
     return student_t(seeds - 1, confidence) * math.sqrt(statistics.variance(values) / seeds)
 
 
-def interval(values: Sequence[float]) -> str:
+def interval(values) -> str:
     """Return the mean of one value per seed, ± half its 95 % interval, and the seeds if few."""
     mean = statistics.fmean(values)
     if not math.isfinite(mean):
@@ -132,30 +128,30 @@ def few(seeds: int) -> str:
     return f" ({seeds} seed{'s' * (seeds > 1)})" if seeds < 3 else ""
 
 
-def differences(paired: Pairs) -> list[float]:
+def differences(paired):
     """Return the losses less the baseline's, one mean for each seed and text; infinite where a run
     diverged.
 
     Two machines repeat the weights of a seed, so their pairs on one text count as one sample.
     """
-    samples: dict[tuple[int, str], list[float]] = {}
+    samples = {}
     for run, base in paired:
         loss = math.inf if run["loss"] is None else run["loss"] - base["loss"]
         samples.setdefault((run["seed"], run["text"]), []).append(loss)
     return [statistics.fmean(losses) for losses in samples.values()]
 
 
-def of_one_text(runs: list[Row]) -> list[Row]:
+def of_one_text(runs):
     """Return the runs of the text with the most seeds, of the newest of these. Two texts are never
     pooled.
     """
-    texts: dict[str, list[Row]] = {}
+    texts = {}
     for run in sorted(runs, key=lambda run: run.get("date", ""), reverse=True):
         texts.setdefault(run.get("text", ""), []).append(run)
     return max(texts.values(), key=num_seeds, default=[])
 
 
-def num_seeds(runs: list[Row]) -> int:
+def num_seeds(runs) -> int:
     return len({run.get("seed") for run in runs})
 
 
@@ -165,7 +161,7 @@ def short(processor: str) -> str:
     return own.replace("AuthenticAMD", "AMD").replace("GenuineIntel", "Intel")
 
 
-def equivalence(paired: Pairs) -> str:
+def equivalence(paired) -> str:
     """Return the mean difference with its 90 % interval and, once all seeds are there, whether this
     lies within the margin (two one-sided tests).
 
@@ -196,7 +192,7 @@ def equivalence(paired: Pairs) -> str:
     return text
 
 
-def fraction_kept(paired: Pairs) -> float:
+def fraction_kept(paired) -> float:
     """Return the fall of the runs' losses over that of the baseline's.
 
     A format that rounds the weights begins above the checkpoint, where the baseline begins.
@@ -205,7 +201,7 @@ def fraction_kept(paired: Pairs) -> float:
     return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in paired)
 
 
-def range_of(runs: list[Row], field: str, form: str) -> str:
+def range_of(runs, field: str, form: str) -> str:
     """Return the least and the greatest value of a field, of repeats behind their median; or its
     text.
     """
@@ -218,7 +214,7 @@ def range_of(runs: list[Row], field: str, form: str) -> str:
     return f"{statistics.median(values):{form}} ({ends})"
 
 
-def ratios(runs: list[Row], others: list[Row], field: str) -> list[Row]:
+def ratios(runs, others, field: str):
     """Return runs with a field divided by that of another row in the same repeat."""
     divided = []
     for run, other in itertools.product(runs, others):
@@ -227,16 +223,16 @@ def ratios(runs: list[Row], others: list[Row], field: str) -> list[Row]:
     return divided
 
 
-def series(runs: list[Row], field: str, form: str) -> str:
+def series(runs, field: str, form: str) -> str:
     """Return the field of the runs of each row that has it, behind the row's name."""
-    rows: dict[str, list[Row]] = {}
+    rows = {}
     for run in runs:
         if field in run:
             rows.setdefault(run["row"], []).append(run)
     return ", ".join(f"`{name}` {range_of(rows[name], field, form)}" for name in rows)
 
 
-def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
+def runs_of(spec):
     """Return the runs of a cell, of one text, and their pairs if it has a baseline."""
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     where = spec["where"]
@@ -251,7 +247,7 @@ def runs_of(spec: Row) -> tuple[list[Row], Pairs]:
     return runs, [pair for pair in paired if pair[0] in runs]
 
 
-def cell(spec: Row) -> str:
+def cell(spec) -> str:
     """Return the figure of a cell.
 
     Args:
@@ -259,8 +255,8 @@ def cell(spec: Row) -> str:
             after which their losses count; ``baseline``, whose runs of the same seed they are
             compared with. What they ``show``: the ``range`` of a ``field``, which may be text, in a
             ``form``, ``over`` another row's; that of each row as a ``series``; the loss ``less`` the baseline's; their
-            ``equivalence``; the ``change`` from the first loss; or how much of the baseline's fall
-            is ``kept``.
+            ``equivalence``; the ``change`` from the first loss; how much of the baseline's fall is
+            ``kept``; or the ``dates`` of the runs.
     """
     how = spec["show"]
     form = spec.get("form", ".3g")
@@ -277,12 +273,14 @@ def cell(spec: Row) -> str:
         text = interval(differences(paired))
     elif how == "change":
         text = interval([run["loss"] - run["losses"]["0"] for run in runs])
+    elif how == "dates":
+        return dates_of(runs)
     else:
         text = f"{fraction_kept(paired):.0%}{few(len(differences(paired)))}"
     return re.sub(r"-(?=\d)", "−", text).replace("%", " %")
 
 
-def figure(row: Row) -> str:
+def figure(row) -> str:
     """Return a row's figure, which is that of a cell or was written down, as text."""
     return cell(row["cell"]) if "cell" in row else str(row["figure"])
 
@@ -290,13 +288,14 @@ def figure(row: Row) -> str:
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown(heads, lines) -> str:
     text = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in text)
 
 
-def table(spec: Row) -> str:
-    """Return a table: a cell has what the table, its row and its column say.
+def table(spec) -> str:
+    """Return a table: a cell has what the table, its row and its column say. A row without any run
+    is left out.
 
     Args:
         spec: ``columns`` and ``rows`` with a title and parts of a cell. A row may be the name of
@@ -310,18 +309,21 @@ def table(spec: Row) -> str:
         for column in spec["columns"]:
             where = {**spec["where"], **row["where"], **column.get("where", {})}
             cells.append(cell({**spec, **row, **column, "where": where}))
-        lines.append(cells)
+        if any(text != "–" for text in cells[1:]):
+            lines.append(cells)
+    if not lines:
+        return "No run of this table is recorded yet."
     return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
 
 
 @cache
-def golden() -> dict[str, dict[str, str]]:
+def golden():
     """Return the recorded bits of steps, layers and sums, by section and name."""
     return load_toml((ROOT / "tests/golden/steps.toml").read_text(encoding="utf-8"))
 
 
 @cache
-def versions() -> dict[str, str]:
+def versions():
     """Return the version of each package that ``./dev`` installs."""
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"^(\S+)==([^\s;]+)", text, re.MULTILINE))
@@ -346,7 +348,7 @@ def digest(name: str) -> str:
     return " ".join(hashes[:2])
 
 
-def tracked(runs: Sequence[Row]) -> str:
+def tracked(runs) -> str:
     """Return a mark of how many of some runs have the bits of today: of their own step and layers."""
     if not any("digests" in run for run in runs):
         return "not tracked"
@@ -360,18 +362,22 @@ def tracked(runs: Sequence[Row]) -> str:
     return f"† {number} of {len(runs)} runs are of today's bits"
 
 
-def measured(row: Row) -> str:
+def dates_of(runs) -> str:
+    """Return the first and the last date of runs."""
+    dates = [run["date"] for run in runs]
+    return " to ".join(dict.fromkeys([min(dates), max(dates)]))
+
+
+def measured(row) -> str:
     """Return when and where a figure was measured, and whether it has the bits of today."""
     if "cell" not in row:
-        return f"{row['measured']}, not tracked"
+        return f"{row['measured']}, by hand"
     runs, paired = runs_of(row["cell"])
     runs = runs + [base for _, base in paired]
     if not runs:
         return "not run"
-    dates = sorted({run["date"] for run in runs})
     machines = sorted({short(run["processor"]) for run in runs})
-    when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
-    return ", ".join(filter(None, [when, *machines, tracked(runs)]))
+    return ", ".join(filter(None, [dates_of(runs), *machines, tracked(runs)]))
 
 
 def section_table(name: str) -> str:
@@ -381,9 +387,26 @@ def section_table(name: str) -> str:
         text = figure(row)
         is_missed = row["missed"] and ", within ±" not in text  # what `equivalence` says
         target = row["target"] if is_missed else "–"
-        command = f"`{row['command']}`" if row["command"] else "not recorded"
+        command = f"`{row['command']}`" if row["command"] else "none"
         lines.append([row["claim"], text, target, measured(row), command])
     return markdown(["what", "figure", "missed target", "measured", "command"], lines)
+
+
+def not_run(spec) -> str:
+    """List the trainings that have fewer seeds than were asked for."""
+    lines = []
+    for plan in spec["plans"]:
+        records = lines_of(f"benchmarks/{plan['records']}.jsonl")
+        missing = []
+        for row in plan["rows"]:
+            runs = chosen(records, {**plan["where"], "row": row})
+            number = sum(run.get("num_seeds", 0) for run in runs) or num_seeds(runs)
+            if number < plan["seeds"]:
+                missing.append(f"`{row}` {number}")
+        if missing:
+            asked = f"{plan['seeds']} seeds were asked for"
+            lines.append(f"- {plan['title']}: {asked}. So far: {', '.join(missing)}.")
+    return "\n".join(lines)
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────
@@ -398,7 +421,9 @@ def written(name: str) -> str:
     if kind == "section":
         return f"\n\n{section_table(key)}\n\n"
     if kind == "when":
-        return re.split(", (?:not tracked|†)", measured(evidence()[key]))[0]
+        return re.split(", (?:not tracked|by hand|†)", measured(evidence()[key]))[0]
+    if name == "not run":
+        return f"\n\n{not_run(tables[name])}\n\n"
     return f"\n\n{table(tables[name])}\n\n" if name in tables else figure(evidence()[name])
 
 
@@ -407,7 +432,7 @@ def filled(text: str) -> str:
     return CITATION.sub(lambda cited: cited[1] + written(cited[2]) + cited[4], text)
 
 
-def pages() -> list[Path]:
+def pages():
     """Return the files that cite evidence."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 

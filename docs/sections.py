@@ -17,7 +17,7 @@ SECTION = re.compile(r"(?<=[^\n])\n(?=(?:Args|Attributes|Returns|Yields|Raises|E
 class SpacedSections(griffe.Extension):
     """Put an empty line before every section of every docstring."""
 
-    def on_instance(self, *, obj: griffe.Object, **_context: object) -> None:
+    def on_instance(self, *, obj: griffe.Object, **_context) -> None:
         """Called for each module, class, function and attribute as it is read."""
         if obj.docstring is not None:
             obj.docstring.value = SECTION.sub("\n\n", obj.docstring.value)

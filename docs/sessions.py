@@ -16,7 +16,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ class Session:
     text: str
 
     @property
-    def commands(self) -> list[str]:
+    def commands(self):
         """Return the commands as the page shows them. A backslash at the end continues a line."""
         return _COMMAND.findall(self.text)
 
@@ -70,12 +69,12 @@ class Session:
         )
 
 
-def _without_figures(text: str) -> list[list[str]]:
+def _without_figures(text: str):
     """Return the words of each line. Columns are as wide as their figures."""
     return [_NUMBER.sub("#", line).split() for line in text.splitlines()]
 
 
-def sessions(page: Path) -> list[Session]:
+def sessions(page: Path):
     """Return the sessions of a page in order."""
     return [
         Session(kind == "exact", text)
@@ -84,7 +83,7 @@ def sessions(page: Path) -> list[Session]:
 
 
 @contextmanager
-def checkout(folder: Path) -> Iterator[None]:
+def checkout(folder: Path):
     """Work in an empty folder with what sessions need of a checkout: the stored runs, the small
     model and a text.
     """
@@ -99,7 +98,7 @@ def checkout(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def main(pages: Sequence[str]) -> int:
+def main(pages) -> int:
     """Run the sessions of pages, and write their output into them."""
     for page in map(Path.resolve, map(Path, pages)):
         with tempfile.TemporaryDirectory() as folder, checkout(Path(folder)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from narrowgauge import errors
 from narrowgauge.measuring.kinds import kind_table
 from narrowgauge.runs import schema
 from narrowgauge.spec import show
-from narrowgauge.spec.tables import Row, Table, is_number
+from narrowgauge.spec.tables import Table, is_number
 from narrowgauge.spec.toml import load_toml
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
@@ -27,7 +26,7 @@ _CODE = {"name", "recipe", "reading", "table", "metric", "column"}
 _NOT_LISTED = ("NarrowgaugeError", "ReportedError")
 
 
-def on_page_markdown(markdown: str, **_context: object) -> str:
+def on_page_markdown(markdown: str, **_context) -> str:
     """Fill in the tables of one page. MkDocs calls this for every page."""
     markdown = TABLE.sub(lambda match: table(match.group(1)), markdown)
     return markdown.replace(REFERENCE, reference()) if REFERENCE in markdown else markdown
@@ -93,9 +92,9 @@ def machines() -> str:
     file = Path(__file__).parents[1] / "tests" / "golden" / "arithmetic.toml"
     recorded = load_toml(file.read_text(encoding="utf-8"))
     first = next(iter(recorded.values()))
-    rows: list[Row] = []
+    rows = []
     for probe, bits in first.items():
-        row: Row = {"name": probe}
+        row = {"name": probe}
         for machine, results in recorded.items():
             short = results[probe][-8:-4]
             row[machine] = short if results[probe] == bits else f"**{short}**"
@@ -110,7 +109,7 @@ def checks() -> str:
     return markdown_of(Table(table.rows, {**table.shown, "source of the bound": "source"}))
 
 
-OWN: dict[str, Callable[[], str]] = {
+OWN = {
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
     "checks": checks,
     "machines": machines,
