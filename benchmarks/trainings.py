@@ -164,7 +164,9 @@ class Training:
             options["max_grad_norm"] = setting.max_grad_norm
         self.optimizer = prepared(row, self.model, seed, options)
         self.is_ours = isinstance(self.optimizer, ng.Optimizer)
-        self.is_wide = row_of(row).name == "autocast"
+        name = row_of(row).name
+        self.is_wide = name in ("autocast", "bfloat16/float32")  # float32 weights under autocast
+        self.scaler = torch.amp.GradScaler(DEVICE, enabled=name.startswith("float16/"))
         self.sums = None
         if rounding := row_of(row).options.get("sums"):
             self.sums = Float8Sums(self.model.parameters(), rounding, seed)
@@ -192,7 +194,7 @@ class Training:
         total = 0.0
         for part in parts:
             loss = loss_of(self.model, part, self.is_wide) / len(parts)
-            loss.backward()
+            self.scaler.scale(loss).backward()
             total += loss.item()
             if self.sums:
                 self.sums.add()
@@ -200,7 +202,8 @@ class Training:
             self.sums.give()
         if not self.is_ours and math.isfinite(self.setting.max_grad_norm):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.setting.max_grad_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         return total
 
