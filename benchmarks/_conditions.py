@@ -117,6 +117,6 @@ def keep_newest(file: Path, rows) -> None:
         record = json.loads(line)
         records[record["row"]] = record
     for row in rows:
-        records[row["row"]] = records.get(row["row"], {}) | row | conditions()
+        records[row["row"]] = row | conditions()
     text = "".join(json.dumps(record) + "\n" for record in records.values())
     file.write_text(text, encoding="utf-8")
