@@ -182,24 +182,6 @@ def test_compiled_experts_are_one_graph_with_the_same_bits(compute):
         assert torch.equal(eager, compiled)
 
 
-def test_backward_keeps_a_byte_of_each_input_of_experts():
-    """Where the compute says so: the cast, and not the input too."""
-    experts = Stacked(False)
-    linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-tensor")
-    x = torch.randn(24, 32).bfloat16()
-    saved = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    layer = linears.layers["experts.w1"]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        layer(x, experts.w1, torch.tensor([8, 8, 20, 24], dtype=torch.int32))
-    of_input = [tensor for tensor in saved if tensor.shape == x.shape]
-    assert [tensor.dtype for tensor in of_input] == [torch.float8_e4m3fn]
-
-
 def test_batched_experts_are_refused_with_the_implementation_that_works():
     model = zoo.build("Mixtral").bfloat16()
     swap_linears(model, "float8-row")

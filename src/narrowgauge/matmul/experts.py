@@ -54,7 +54,7 @@ class GroupedLinear(Projection, NarrowLayer):
         x, is_plain = self.entered(x, weights)
         name = "" if is_plain else self.registered_name
         keys = self.key if self.is_stochastic else None
-        return grouped(x, weights, offsets, name, keys, None)[0]
+        return grouped(x, weights, offsets, name, keys, None)
 
 
 # ── the stacks of a module ────────────────────────────────────────────────────────────────────────

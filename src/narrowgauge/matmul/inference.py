@@ -291,7 +291,7 @@ class QuantizedExperts(_Stored, Projection):
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         codes, scales = self.weight_codes, self.weight_scales
-        return grouped(self.entered(x), codes, offsets, self.registered_name, None, scales)[0]
+        return grouped(self.entered(x), codes, offsets, self.registered_name, None, scales)
 
 
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────
