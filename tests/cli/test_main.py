@@ -11,7 +11,7 @@ import pytest
 
 from narrowgauge.trainer import train as loop
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
-from planner.jobs import TITAN_CONFIG, TITAN_LOG
+from planner.jobs import TITAN_LOG
 from trainer.tiny_runs import ENVIRONMENT, call
 
 
@@ -64,7 +64,6 @@ def test_the_examples_of_the_help_run(tmp_path, monkeypatch):
     )
     (tmp_path / "mine.toml").write_text('like = "H100-SXM"\n')
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
-    (tmp_path / "titan.json").write_text(TITAN_CONFIG)
     (tmp_path / "train.log").write_text(TITAN_LOG)
     lines = []
     for words in ("", "plan", "plan run", "plan next", "plan scaling"):

@@ -12,21 +12,11 @@ from narrowgauge.spec.parse import parse
 
 LLAMA = read_model("llama-8b")
 
-# Steps 1 and 10 of four H100, and what the command changes in its configuration: XilunWu, pull request 1884 of
-# pytorch/torchtitan, 15 October 2025; as torchtitan 0.3.0 writes it, without fields that no plan asks for.
+# Steps 1 and 10 of four H100: XilunWu, pull request 1884 of pytorch/torchtitan, 15 October 2025.
 TITAN_LOG = """\
 [rank0]:[titan] - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2465  memory: 33.21GiB(34.95%)  tps: 87  mfu: 0.51%
 [rank0]:[titan] - INFO - \x1b[31mstep: 10  \x1b[32mloss: 10.2391  memory: 44.84GiB(47.19%)  tps: 5,615  mfu: 32.88%
 """
-TITAN_CONFIG = """{
- "model_spec": {"name": "llama3", "flavor": "8B"},
- "training": {"local_batch_size": 1, "global_batch_size": -1, "seq_len": 8192},
- "parallelism": {"data_parallel_replicate_degree": 1, "tensor_parallel_degree": 1, "pipeline_parallel_degree": 1,
-  "pipeline_parallel_microbatch_size": 1, "context_parallel_degree": 2, "expert_parallel_degree": 1},
- "activation_checkpoint": {"preserve_rng_state": true},
- "compile": {"enable": false},
- "loss": {"loss_fn": {"global_vocab_size": 128256}}
-}"""
 
 
 def estimate(

@@ -93,12 +93,11 @@ def next_command(run: str, changes: tuple[str, ...], as_json: bool) -> None:
 
     RUN is a run folder, a log (of torchtitan, trainer_state.json), or a TOML file: model, chip,
     chips, sequence_length, recipes, layout, program, tokens_per_second (of all chips) or
-    tokens_per_second_per_chip, peak_gb; log names a log, and config what torchtitan's
-    --debug.save_config_file wrote. Without a file, write these in quotes.
+    tokens_per_second_per_chip, peak_gb; log names a log. Without a file, write these in quotes.
 
     \b
     narrowgauge plan next run.toml chips=128 sequence_length=16384
-    narrowgauge plan next "config=titan.json log=train.log chip=H100-SXM chips=8" chips=128
+    narrowgauge plan next "log=train.log model=llama-8b chip=H100-SXM chips=8" chips=128
     narrowgauge plan next "model=llama-8b chip=H100-SXM chips=8 tokens_per_second=53336" chips=128
     """
     from narrowgauge.planner.layouts import read_values

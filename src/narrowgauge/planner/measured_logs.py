@@ -1,5 +1,5 @@
-"""Read a measured run as its program wrote it: our run folder, a configuration and log of torchtitan, a
-folder of the Hugging Face Trainer, or the arguments of :class:`~narrowgauge.planner.measured_run.MeasuredRun`.
+"""Read a measured run as its program wrote it: our run folder, a log of torchtitan, a folder of the
+Hugging Face Trainer, or the arguments of :class:`~narrowgauge.planner.measured_run.MeasuredRun`.
 """
 
 import json
@@ -8,7 +8,7 @@ from statistics import median_high
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.layouts import read_layout, read_values
+from narrowgauge.planner.layouts import read_values
 from narrowgauge.planner.measured_run import MeasuredRun
 from narrowgauge.runs.atomic_io import damaged
 from narrowgauge.runs.foreign_logs import SOURCE
@@ -28,8 +28,7 @@ def read_measured(text: str) -> MeasuredRun:
     """Read a measured run: a run folder, a log, a TOML file with the arguments of
     :class:`MeasuredRun`, or these arguments themselves, ``NAME=VALUE`` between spaces.
 
-    Among the arguments ``log`` names a log, and ``config`` a configuration of torchtitan. What the
-    arguments say counts before what is read there.
+    Among the arguments ``log`` names a log. What the arguments say counts before what is read there.
     """
     path = Path(text)
     folder = path.parent
@@ -41,11 +40,7 @@ def read_measured(text: str) -> MeasuredRun:
         folder = Path()
     elif not path.exists():
         raise DataError(f"Cannot plan from {text!r} because it is not there.", _ADVICE)
-    config, log = str(asked.pop("config", "")), str(asked.pop("log", ""))
-    if config:
-        table = of_torchtitan(folder / config)
-        layout = {**table["layout"], **read_layout(asked.get("layout", ""))}
-        asked = {**table, **asked, "layout": layout}
+    log = str(asked.pop("log", ""))
     if log:
         asked = {**of_log(folder / log, asked), **asked}
     for name in ("model", "chip"):
@@ -54,48 +49,6 @@ def read_measured(text: str) -> MeasuredRun:
                 f"Cannot plan from {text!r} because it does not say its {name}.", _ADVICE
             )
     return MeasuredRun(**asked)
-
-
-def of_torchtitan(file: Path) -> Asked:
-    """Return the arguments that a configuration of torchtitan says, as its ``debug.save_config_file``
-    writes it. It does not say whether layers multiply in float8.
-    """
-    try:
-        table = json.loads(file.read_bytes())
-        spec, training, parallel = table["model_spec"], table["training"], table["parallelism"]
-        layout = {
-            "data": parallel["data_parallel_replicate_degree"],
-            "zero": 3,
-            "recompute": "none",
-        }
-        for axis in ("tensor", "pipeline", "context", "expert"):
-            layout[axis] = parallel[f"{axis}_parallel_degree"]
-        layout["micro_batch"] = training["local_batch_size"]
-        if layout["pipeline"] > 1:
-            layout["micro_batch"] = parallel["pipeline_parallel_microbatch_size"]
-        checkpointing = table["activation_checkpoint"]
-        if checkpointing is not None:  # a class of its own for each kind
-            is_selective = "force_recompute_mm_shapes_by_fqns" in checkpointing
-            layout["recompute"] = "selective" if is_selective else "full"
-        program = "torchtitan"
-        if not table["compile"]["enable"]:
-            program += ",kernels=eager,loss=whole"
-        if "num_chunks" in table["loss"]:
-            program += ",loss=chunked"
-        length = training["seq_len"]
-        size = spec["flavor"].lower().partition("_")[0]
-        model = f"{spec['name']}-{size}".replace("llama3", "llama")
-        asked = {"model": model, "sequence_length": length, "layout": layout, "program": program}
-        if training["global_batch_size"] > 0:
-            asked["tokens_per_step"] = training["global_batch_size"] * length
-        else:
-            layout["micro_batches"] = training["local_batch_size"] // layout["micro_batch"]
-    except (AttributeError, LookupError, TypeError, ValueError, OSError) as error:
-        raise DataError(
-            f"Cannot read the configuration {file}: {type(error).__name__}: {error}.",
-            "Let torchtitan write it: --debug.save_config_file config.json.",
-        ) from error
-    return asked
 
 
 def of_log(path: Path, asked: Asked) -> Asked:
