@@ -28,7 +28,6 @@ from narrowgauge.numerics.rounding import (
 )
 from narrowgauge.spec.computes import ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import Format, get_format
-from narrowgauge.torch_support.torch_names import is_traced
 
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
@@ -188,12 +187,6 @@ def rotate(x: Tensor, dim: int) -> Tensor:
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
-    if not is_traced():  # the same sums in a third of the calls
-        rows = blocks.movedim(dim + 1, 0) * torch.tensor(_SIGNS, device=x.device).view(-1, 1, 1)
-        for half in (1, 2, 4, 8):
-            low, high = rows.unflatten(0, (-1, 2, half)).unbind(1)
-            rows = torch.stack([low + high, low - high], 1).flatten(0, 2)
-        return (rows * 0.25).movedim(0, dim + 1).flatten(dim, dim + 1)
     # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64
     # scalars in each GPU launch.
     places = list(blocks.unbind(dim + 1))

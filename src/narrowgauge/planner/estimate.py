@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from narrowgauge.planner.job import Job
-from narrowgauge.planner.memory import host_bytes, memory_of, outside_bytes
+from narrowgauge.planner.memory import host_bytes, memory_of
 from narrowgauge.planner.step_time import step_of
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
@@ -51,11 +51,6 @@ class Estimate(Job):
     @property
     def fits(self) -> bool:
         return self.headroom_bytes >= 0 and self.host_bytes <= self.cluster.host_memory_bytes
-
-    @property
-    def reserved_bytes(self) -> float:
-        """Return what the framework's allocator reserves."""
-        return self.peak_bytes - outside_bytes(self.layout.num_ranks)
 
     @property
     def allocated_bytes(self) -> float:
