@@ -17,6 +17,7 @@ import narrowgauge as ng
 from narrowgauge.distributed.ranks import ALONE, all_ranks
 from narrowgauge.measuring.diagnose.first_difference import FirstDifference
 from narrowgauge.measuring.watch.rank_sums import RankSums
+from narrowgauge.torch_support.torch_names import unwrapped_model
 from ranks import run_ranks
 
 STEPS = 3
@@ -135,3 +136,12 @@ def test_a_weight_without_a_gradient_has_no_sum(dtype):
     sums = RankSums(ALONE, {first: "first", second: "second"})
     sums.add_gradients({second: torch.ones(2, dtype=dtype)})
     assert sums._sums[0].ne(0).tolist() == [False, True]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_wrappers_of_a_model_are_taken_off_in_any_order() -> None:
+    model = torch.nn.Linear(2, 2)
+    parallel = DistributedDataParallel(model)
+    compiled = torch.compile(model)
+    for wrapped in (parallel, compiled, torch.compile(parallel), DistributedDataParallel(compiled)):
+        assert unwrapped_model(wrapped) is model

@@ -146,8 +146,6 @@ def reciprocal(x: Tensor) -> Tensor:
 
     PyTorch 2.11 compiles ``Tensor.reciprocal`` for GPUs to an approximation.
     """
-    if x.is_cpu:
-        return x.reciprocal()
     return torch.ones_like(x) / x
 
 

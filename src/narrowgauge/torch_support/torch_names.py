@@ -31,7 +31,7 @@
     kernels when a model is prepared.
 ``torch._C._dynamo.guards.TensorGuards``
     Compare type, dtype, device, sizes and strides of all tensors of a step in one call. Alternative:
-    checking each tensor at each step, four times slower, as where the name is missing.
+    checking each tensor at each step, four times slower.
 ``torch._compile._disable_dynamo``
     Step an optimizer uncompiled, inside a compiled function too, and import the compiler with the first
     step. Alternative: ``torch.compiler.disable``, whose import takes a second.
@@ -107,16 +107,14 @@ is_transformed = torch._C._are_functorch_transforms_active
 """Return whether a transform of ``torch.func`` is active."""
 
 
-def look_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+def look_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
     """Return a check whether other tensors look as these do: by number, type, dtype, device, sizes,
     strides and a pending negation.
 
     It keeps no tensor. It may return ``False`` for equal tensors, as if some are one object.
     """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
-        return None
+    from torch._C._dynamo.guards import TensorGuards
+
     sizes: Any = [list(tensor.shape) for tensor in tensors]
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
