@@ -20,7 +20,6 @@ WRONG = {
     "program": ("torchtitn", "los=whole", "loss=none"),
     "experts": ("nf5", "nf4"),
     "recipes": (5, [5], "no/such"),
-    "train_embeddings": (5,),
     "foo": (3,),
 }  # fmt: skip
 

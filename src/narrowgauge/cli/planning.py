@@ -59,7 +59,6 @@ def plan_group() -> None:
 @click.option("--lora", type=_COUNT, metavar="R", help="Train adapters of rank R.")
 @click.option("--base", type=_WIDTHS, help="Format of frozen weights in layers.")
 @click.option("--experts", type=_WIDTHS, help="Format of frozen experts.")
-@click.option("--train-embeddings", is_flag=True, default=None, help="Beside adapters, train both.")
 @click.option(
     "--rule",
     "optimizer",

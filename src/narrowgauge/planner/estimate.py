@@ -88,9 +88,8 @@ class Estimate(Job):
         FLOPs utilization). Frozen weights have no gradients.
         """
         operations = self.architecture.flops_per_token(self.sequence_length)
-        for matmul in self.architecture.matmuls:
-            if not self.tuning.trains(matmul):
-                operations -= matmul.flops_per_token
+        if self.tuning.lora:
+            operations -= sum(matmul.flops_per_token for matmul in self.architecture.matmuls)
         for matmul in self.tuning.adapters(self.architecture):
             operations += 3 * matmul.flops_per_token
         return self.tokens_per_second * operations / (self.cluster.chips * self.chip.peak_flops)

@@ -157,7 +157,7 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
         for weight in weights:
             frozen = tuning.frozen_bytes(weight)
             state["frozen"][place] += frozen * weight.num_parameters
-            if tuning.trains(weight):
+            if not tuning.lora:
                 trained.append((place, weight))
     widths = {name: _state_width(storage, name) for name in (optimizer, "adamw")}
     for place, weight in trained:

@@ -82,30 +82,21 @@ class Tuning:
         base: format of the frozen weights in the layers.
         experts: format of frozen experts. transformers holds them in one tensor, which bitsandbytes
             does not quantize.
-        train_embeddings: whether embedding and head train, too, in copies beside the frozen ones
-            (PEFT's ``modules_to_save``).
     """
 
     lora: int = 0
     base: str = "bfloat16"
     experts: str = "bfloat16"
-    train_embeddings: bool = False
 
     def __post_init__(self) -> None:
         require_number("lora", self.lora, is_whole=True)
         require_choice("base", self.base, FROZEN_BITS)
         require_choice("experts", self.experts, FROZEN_BITS)
-        require_choice("train_embeddings", self.train_embeddings, (False, True))
         if not self.lora and {self.base, self.experts} != {"bfloat16"}:
             raise RecipeError(
                 "Cannot store weights in fewer bits because they train.",
                 "Train adapters over them: --lora 16.",
             )
-
-    def trains(self, weight: WeightShape) -> bool:
-        """Tell whether a weight trains itself."""
-        is_outer = weight.part in ("embeddings", "head")
-        return not self.lora or (self.train_embeddings and is_outer)
 
     def frozen_bytes(self, weight: WeightShape) -> float:
         """Return the bytes of each element of a weight that stays frozen; 0 without adapters."""

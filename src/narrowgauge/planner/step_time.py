@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from narrowgauge.planner.job import FITTED, Job
 from narrowgauge.planner.memory import Groups, saved_on_host
-from narrowgauge.planner.program import LOSSES, Tuning
+from narrowgauge.planner.program import LOSSES
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
@@ -62,7 +62,7 @@ def _computing(job: Job, again: float) -> Groups:
     compute = job.recipe.compute
     format = job.chip.rate_format(compute.output.left.format)
     is_narrow = not compute.is_wide and format in job.chip.peak_tflops
-    once, repeated = _work_of(a, job.tuning, is_narrow)
+    once, repeated = _work_of(a, job.tuning.lora > 0, is_narrow)
     scores = a.attention_flops(job.sequence_length) / 3 * (_ATTENTION_PASSES + again)
     moved = _moved_bytes(a, job.stream_width, job.matmul_width) * (1 + again / 3)
     peak = job.chip.peak_flops * program.factor
@@ -83,7 +83,7 @@ def _bandwidth(job: Job) -> float:
 
 
 @lru_cache(maxsize=256)
-def _work_of(a: Architecture, tuning: Tuning, is_narrow: bool) -> tuple[float, float]:
+def _work_of(a: Architecture, is_frozen: bool, is_narrow: bool) -> tuple[float, float]:
     """Return the operations of a token, as if all were as fast as large matmuls in 16 bits: of
     forward and backward, and of the layers' forward.
     """
@@ -96,7 +96,7 @@ def _work_of(a: Architecture, tuning: Tuning, is_narrow: bool) -> tuple[float, f
         if matmul.part != "head":
             work /= _SHARES["float8"] if is_narrow else 1.0
             repeated += work
-        once += work * (3 if tuning.trains(matmul) else 2)
+        once += work * (2 if is_frozen else 3)
     return once, repeated
 
 
