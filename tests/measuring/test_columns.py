@@ -11,7 +11,7 @@ import torch
 import narrowgauge as ng
 from measuring.test_first_difference import make_run
 from measuring.test_laws import CASES
-from narrowgauge.measuring.diagnose.first_difference import UNLIKE, FirstDifference
+from narrowgauge.measuring.diagnose.first_difference import UNLIKE, first_difference
 from narrowgauge.measuring.diagnose.laws import RULES, Laws
 from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, StepMetrics
 from narrowgauge.measuring.provenance import unlike_ranks
@@ -73,33 +73,33 @@ def test_a_column_that_alone_differs_is_told_and_is_no_rounding(name):
     other = 0.201 if COLUMNS[name].unit == "setting" else 0.6
     for run, value in zip(runs, (0.2, other), strict=True):
         (run.evals if name == "val_loss" else run.steps)[:] = [{"step": 1, name: value}]
-    result = FirstDifference(*runs)
+    result = first_difference(*runs)
     assert not result.is_rounding and result.readings[0].what == name, str(result)
     assert result.readings[0].stage == COLUMNS[name].stage
 
 
 def test_no_setting_of_the_program_differs_where_rounding_is_told():
     changed = {(2, "grad:layers.1"): 1 + 1e-6}
-    assert FirstDifference(
+    assert first_difference(
         make_run("a"), make_run("b", changed, machine={"num_threads": 1})
     ).is_rounding
     for table in ({"config": {"lr": 2e-3}}, {"optimizer": {"eps": 1e-4}}):
         first = make_run(
             "a", **{name: dict.fromkeys(values, 0.5) for name, values in table.items()}
         )
-        assert not FirstDifference(first, make_run("b", changed, **table)).is_rounding
+        assert not first_difference(first, make_run("b", changed, **table)).is_rounding
 
 
 def test_what_no_record_says_explains_nothing():
     """Without a recorded format, or a count of tokens, no bound of rounding is known."""
     unknown = [make_run(name, config={"recipe": ""}) for name in "ab"]
     unknown[1].steps[2]["loss"] *= 1 + 1e-7
-    assert not FirstDifference(*unknown).is_rounding and "no bound" in str(
-        FirstDifference(*unknown)
+    assert not first_difference(*unknown).is_rounding and "no bound" in str(
+        first_difference(*unknown)
     )
     uncounted = [make_run(name, prints=False) for name in "ab"]
     uncounted[1].steps[2]["loss"] *= 1 + 1e-7
-    assert not FirstDifference(*uncounted).is_rounding
+    assert not first_difference(*uncounted).is_rounding
 
 
 BAD = {
@@ -155,6 +155,16 @@ def test_an_area_says_how_many_rows_showed_it():
     words = str(diagnosed(rows))
     assert "gradients that reach the step (10 of 30 rows)" in words
     assert "audits (3 of 30 rows)" in words and "losses," in words
+
+
+@pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area])
+def test_one_row_has_no_course(name):
+    """What ranks hold is compared in one row. All else is read over several."""
+    value = [] if name in ("apart", "unsummed") else 0.5
+    rows = [{"step": 1, name: value}]
+    run = Run(Path("run"), {}, *([[], rows] if name == "val_loss" else [rows, []]))
+    area = COLUMNS[name].area
+    assert (ng.diagnose(run).unseen.get(area) == "too few rows") != (value == [])
 
 
 def test_what_a_run_could_not_have_had_is_not_named():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.measuring.diagnose.first_difference import FirstDifference
+from narrowgauge.measuring.diagnose.first_difference import first_difference
 from narrowgauge.measuring.reading import STAGES
 from narrowgauge.runs.record import Run
 
@@ -57,9 +57,9 @@ def make_run(
     return run
 
 
-def pair(changed: Any = None, **tables: Any) -> FirstDifference:
+def pair(changed: Any = None, **tables: Any) -> Any:
     """Compare an undisturbed run with one that has changes."""
-    return FirstDifference(
+    return first_difference(
         make_run("a", prints=tables.get("prints", True)), make_run("b", changed, **tables)
     )
 
@@ -108,7 +108,7 @@ def test_every_place_beyond_rounding_is_listed_at_equal_loss_scales():
             for number in range(6):
                 entry = [10 * number + scaled, 2.0 * scaled, NUMEL, ""]
                 run.fingerprints[2]["tensors"][f"grad:layers.{number}"] = entry
-        result = FirstDifference(*runs)
+        result = first_difference(*runs)
         assert {(reading.step, reading.stage) for reading in result.readings} == {(3, "gradient")}
         assert [reading.value for reading in result.readings] == [2.0 * factor] * 6
         assert result.is_rounding == (factor == 1)
@@ -119,13 +119,13 @@ def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees():
     for run in runs:
         run.steps[1] |= {"decay/group0": 1e-3, "arrived": 1e-3, "seconds": 0.1 * len(run.path.name)}
     runs[1].steps[1]["seconds"] = 9.0
-    assert FirstDifference(*runs).is_rounding
+    assert first_difference(*runs).is_rounding
     runs[1].steps[1]["decay/group0"] = 4e-4
-    result = FirstDifference(*runs)
+    result = first_difference(*runs)
     assert not result.is_rounding
     assert "in decay/group0 (optimizer step), by 0.6 times its decay/group0." in str(result)
     wide = make_run("a", config={"recipe": "float32/float32"})
-    unlike = FirstDifference(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED}))
+    unlike = first_difference(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED}))
     assert not unlike.is_rounding, "the runs round unlike"
 
 
@@ -154,7 +154,7 @@ def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements(
             run.steps[2]["tokens"] = 3 << 12
         if isinstance(place, str):
             runs[1].steps[2][place] *= factor
-        assert FirstDifference(*runs).is_rounding == (factor == within)
+        assert first_difference(*runs).is_rounding == (factor == within)
 
 
 def test_the_ranks_whose_parts_differ_are_told():
@@ -162,11 +162,11 @@ def test_the_ranks_whose_parts_differ_are_told():
     key = "output:layers.0"
     for run, hashes in zip(runs, ([7, 8, 9], [7, 5, 9]), strict=True):
         run.fingerprints[1]["tensors"][key].append(hashes)
-    assert "Of 3 ranks these differ there: 1." in str(FirstDifference(*runs))
+    assert "Of 3 ranks these differ there: 1." in str(first_difference(*runs))
     runs[0].fingerprints[1]["tensors"][key] = [5, 2.0, NUMEL, ""]  # all are alike
-    assert "Of 3 ranks these differ there: 0, 2." in str(FirstDifference(*runs))
+    assert "Of 3 ranks these differ there: 0, 2." in str(first_difference(*runs))
     runs[1].fingerprints[1]["tensors"][key][4] = [1, 2, 3]
-    assert "ranks" not in str(FirstDifference(*runs)), "all of them"
+    assert "ranks" not in str(first_difference(*runs)), "all of them"
 
 
 def test_equal_records_are_the_same_run():
@@ -176,19 +176,19 @@ def test_equal_records_are_the_same_run():
     resumed = make_run("a"), make_run("b")
     again = {"step": 4, "tensors": {"weight:layers.0": [9, 1.0, NUMEL, ""]}}
     resumed[1].fingerprints.append(again)
-    assert not FirstDifference(*resumed).readings, "a row that a resume repeats"
+    assert not first_difference(*resumed).readings, "a row that a resume repeats"
     for run in resumed:
         run.steps[2]["loss"] = math.nan
-    assert not FirstDifference(*resumed).readings, "the same NaN"
-    assert "(1 step)" in FirstDifference(make_run("a", steps=1), make_run("b")).verdict
-    assert "no step in common" in FirstDifference(make_run("a", steps=0), make_run("b")).verdict
+    assert not first_difference(*resumed).readings, "the same NaN"
+    assert "(1 step)" in first_difference(make_run("a", steps=1), make_run("b")).verdict
+    assert "no step in common" in first_difference(make_run("a", steps=0), make_run("b")).verdict
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_number_beside_nan_is_no_rounding(place):
     runs = make_run("a"), make_run("b")
     runs[place].steps[2]["loss"] = math.nan
-    result = FirstDifference(*runs)
+    result = first_difference(*runs)
     assert result.verdict == "The runs first differ at step 3, in loss (loss)."
     assert not result.is_rounding
 
@@ -197,27 +197,27 @@ def test_the_hash_of_the_final_weights_is_the_last_column():
     runs = make_run("a"), make_run("a")
     for run in runs:
         run.__dict__["summary"] = {"weights_fingerprint": "abc"}
-    assert FirstDifference(*runs).is_complete
+    assert "bit for bit to the last weight" in first_difference(*runs).verdict
     runs[1].__dict__["summary"] = {"weights_fingerprint": "abd"}
-    result = FirstDifference(*runs)
+    result = first_difference(*runs)
     assert (result.readings[0].step, result.readings[0].what) == (4, "weights_fingerprint")
-    assert not result.is_complete and not result.is_rounding
+    assert not result.is_rounding
     for run, value in zip(runs, (3.0, 6.0), strict=True):
         run.evals.append({"step": 4, "val_loss": value})
-    assert FirstDifference(*runs).readings[0].what == "val_loss"
+    assert first_difference(*runs).readings[0].what == "val_loss"
 
 
 def test_what_only_one_run_has_is_the_answer():
     first, second = make_run("a"), make_run("b")
     for row in first.fingerprints:
         row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL, ""]
-    runs = FirstDifference(first, second)
+    runs = first_difference(first, second)
     assert (runs.readings[0].stage, runs.readings[0].what) == ("gradient", "only-in-one-run")
     assert "Only a has grad:layers.2." in str(runs)
     for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
         tensors = row["tensors"]
         row["tensors"] = {key: tensors[key] for key in tensors if not key.startswith("output")}
-    assert not FirstDifference(make_run("a"), second).readings
+    assert not first_difference(make_run("a"), second).readings
 
 
 def up_to_ten():
@@ -231,4 +231,4 @@ def test_two_runs_are_read_no_further_than_their_first_difference():
     long = up_to_ten()
     first = replace(make_run("a", steps=0), steps=long)
     second = replace(make_run("b", steps=0), steps=[{"step": 8, "loss": 2.0}])
-    assert [(at.step, at.what) for at in FirstDifference(first, second).readings] == [(8, "loss")]
+    assert [(at.step, at.what) for at in first_difference(first, second).readings] == [(8, "loss")]

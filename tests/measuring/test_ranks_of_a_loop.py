@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.distributed.ranks import ALONE, all_ranks
-from narrowgauge.measuring.diagnose.first_difference import FirstDifference
+from narrowgauge.measuring.diagnose.first_difference import first_difference
 from narrowgauge.measuring.watch.rank_sums import RankSums
 from narrowgauge.torch_support.torch_names import unwrapped_model
 from ranks import run_ranks
@@ -123,7 +123,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path):
     assert apart(tmp_path / "flipped") == [(AT, f"{NAME} on rank 1")]
     [reading] = ng.diagnose(tmp_path / "same-data").readings
     assert (reading.what, reading.step, reading.value) == ("same-data", 1, 1.0)
-    runs = FirstDifference(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "flipped"))
+    runs = first_difference(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "flipped"))
     difference, *_ = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
     assert "Of 4 ranks these differ there: 1." in runs.lines

@@ -105,7 +105,7 @@ ODD = {
 }  # fmt: skip
 
 
-DRAWN = {"one step": r"h\.1", "gaps": r"L[\d. ]+M[\d. ]+L"}
+DRAWN = {"one step": r"h\.1", "gaps": r"L[\d. ]+M[\d. ]+h\.1L"}
 """What a curve consists of: a mark, or parts."""
 
 
@@ -142,7 +142,7 @@ def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints():
     for text in str(Diagnosis(run)).splitlines():
         assert escape(text) in page
     assert "<details open>" in page and not re.search(r"(?:src|href)=[\"']?(?:https?|//)", page)
-    assert "has no finished run with a finite" in page_of(make_run(is_finished=False))
+    assert "No recipe is named. bfloat16/word: no loss." in page_of(make_run(is_finished=False))
 
 
 def test_table_page_and_diagnosis_agree_on_lost_updates():

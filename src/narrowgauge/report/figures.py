@@ -7,14 +7,15 @@ colour of the text around it, and lines have colours that are readable on white 
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4559a", "#a58412", "#7565d0", "#7d838e")
-"""By recipe; of more recipes, lines are dashed. The first four are told apart by the colour-blind, too
-(after Okabe and Ito).
-"""
+"""By recipe. The first four are told apart by the colour-blind, too (after Okabe and Ito)."""
+STYLES = [*product(("none", "4 6"), COLOURS)]
+"""The dashes and colour of each recipe: of more than seven, lines are dashed."""
 WIDTH = 440
 """Of a figure, in units of which a letter takes about seven."""
 LEFT = 52
@@ -25,18 +26,15 @@ LONGEST = 24
 """Letters of a label, of which two stand in a row."""
 POINTS = 700
 """A figure has about this many points: longer lines are drawn by means of equal parts."""
-FEW = 13
-"""A line of fewer points has a dot at each."""
 FIGURE = (
     '<figure><figcaption><b>{0}</b>{1}</figcaption><svg viewBox="0 0 440 {3:.0f}" role="img" '
     'font-size="13" font-family="system-ui, sans-serif" fill="none" stroke-linejoin="round" '
-    'xmlns="http://www.w3.org/2000/svg"><title>{0}</title><desc>{2}</desc>{4}</svg></figure>'
+    'stroke-linecap="round" xmlns="http://www.w3.org/2000/svg"><title>{0}</title><desc>{2}</desc>{4}</svg></figure>'
 ).format
 TEXT = '<text x="{:.0f}" y="{:.1f}" text-anchor="{}" fill="currentColor">{}</text>'.format
 GRID = '<path d="M52 {:.1f}h{}" stroke="currentColor" stroke-opacity=".18"/>'.format
 BAND = '<rect y="{:.1f}" width="{}" height="{:.1f}" fill="currentColor" fill-opacity=".09"/>'.format
 CURVE = '<g stroke="{}" stroke-width="{}" stroke-dasharray="{}"><title>{}</title><path d="{}"/></g>'.format
-MARK = '<path d="{}" stroke="{}" stroke-width="{}" stroke-linecap="round"/>'.format
 PLOT = '<svg x="52" y="26" width="{}" height="{}">{}</svg>'.format
 
 
@@ -124,19 +122,16 @@ def _scales(across: Axis, down: Axis) -> list[str]:
 
 
 def _curve(line: Line, across: Axis, down: Axis) -> str:
-    """Return a line, with a title that a pointer shows."""
+    """Return a line, with a title that a pointer shows. A single point is a dot."""
     commands = ""
-    dots = []
     is_gap = True
     for x, y in zip(across.at(line.steps), down.at(line.values), strict=True):
         if not math.isnan(y):
-            commands += f"{'M' if is_gap else 'L'}{x:.0f} {y:.1f}"
-            dots.append(f"M{x:.0f} {y:.1f}h.1")
+            place = f"{x:.0f} {y:.1f}"
+            commands += f"M{place}h.1" if is_gap else f"L{place}"
         is_gap = math.isnan(y)
-    curve = CURVE(line.colour, 2 if line.is_main else 0.7, line.dash, escape(line.label), commands)
-    if line.is_main and len(dots) < FEW:
-        curve += MARK("".join(dots), line.colour, 5)
-    return curve
+    width = 2.5 if line.is_main else 0.7
+    return CURVE(line.colour, width, line.dash, escape(line.label), commands)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:

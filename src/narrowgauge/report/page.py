@@ -11,12 +11,13 @@ from contextlib import suppress
 from functools import reduce
 from html import escape
 from importlib import resources
+from itertools import cycle
 
 import numpy as np
 
 from narrowgauge.measuring.diagnose.comparison import Comparison, run_labels, seed_of
 from narrowgauge.measuring.diagnose.diagnose import Diagnosis
-from narrowgauge.report.figures import COLOURS, Line, figure
+from narrowgauge.report.figures import STYLES, Line, figure
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, number
 from narrowgauge.runs.text import join_names, plural
@@ -133,23 +134,21 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
     labels = run_labels(runs)
     if len(set(labels)) == 1 < len(runs):
         labels = [f"seed {seed_of(run)}" for run in runs]
-    order = [*dict.fromkeys(labels)]
+    styles = dict(zip(dict.fromkeys(labels), cycle(STYLES), strict=False))
     lines: dict[str, list[Line]] = {column: [] for column in CURVES}
     for run, label in zip(runs, labels, strict=True):
-        turn, place = divmod(order.index(label), len(COLOURS))
-        colour = COLOURS[place]
-        dash = "none" if turn == 0 else "5 3"
-        for rows, table in ((run.steps, STEP), (run.evals, EVAL)):
-            for name, (steps, values) in points_in(rows, CURVES.keys() & table.keys()).items():
+        dash, colour = styles[label]
+        for rows in (run.steps, run.evals):
+            for name, (steps, values) in points_in(rows).items():
                 lines[name].append(Line(label, colour, seed_of(run), steps, values, dash=dash))
     return lines
 
 
-def points_in(rows: Iterable[Row], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return the steps and the values of each column that rows have, in one loop: a large file is
-    read anew by each.
+def points_in(rows: Iterable[Row]) -> dict[str, np.ndarray]:
+    """Return the steps and the values of each drawn column that rows have, in one loop: a large file
+    is read anew by each.
     """
-    pairs = {name: array("d") for name in names}
+    pairs = {name: array("d") for name in CURVES}
     for row in rows:
         for name, points in pairs.items():
             value = number(row.get(name))

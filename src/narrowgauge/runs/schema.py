@@ -82,9 +82,10 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
         ({'train/loss': 2.0}, {'val_loss': 2.5})
     """
     numbers = {}
-    for name, value in row.items():
-        if kind == "steps" and name in STEP and STEP[name].type == "number" and value is not None:
-            numbers[f"train/{name}"] = float(value)
-    if kind == "evals" and "val_loss" in row:
+    if kind == "steps":
+        for name, value in row.items():
+            if name in STEP and STEP[name].type == "number" and value is not None:
+                numbers[f"train/{name}"] = float(value)
+    elif kind == "evals":
         numbers["val_loss"] = float(row["val_loss"])
     return numbers

@@ -62,7 +62,7 @@ class Comparison:
         'float32/float32'
     """
 
-    rows: tuple[Row, ...]
+    rows: list[Row]
     baseline: str | None
     verdict: str
     acceptable: float
@@ -77,12 +77,11 @@ class Comparison:
         if len(self.rows) > 1:
             columns[f"minus {self.baseline}"] = shown_difference
             columns["verdict"] = "verdict"
-        return Table(list(self.rows), columns)
+        return Table(self.rows, columns)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
-        rows = json_value(list(self.rows))
-        return f"{json.dumps(rows, indent=1)}\n".encode()
+        return f"{json.dumps(json_value(self.rows), indent=1)}\n".encode()
 
 
 def shown_difference(row: Row) -> str:
@@ -129,15 +128,17 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     groups = dict[str, list[Run]]()
     for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(run)
-    rows = [_row(label, group) for label, group in groups.items()]
+    finished = {label: _finished(group) for label, group in groups.items()}
+    rows = [_row(label, [*summaries.values()]) for label, summaries in finished.items()]
     base = max(rows, key=lambda row: _precision(row, groups[row["recipe"]][0]))
     base["verdict"] = base["verdict"] or BASELINE
     size = abs(base["val_loss"] or 0.0)
-    losses = _losses(groups[base["recipe"]])
+    references = finished[base["recipe"]]
     for row in rows:
+        summaries = finished[row["recipe"]]
         pairs = []
-        for key, loss in _losses(groups[row["recipe"]]).items():
-            difference = loss - losses.get(key, math.nan)
+        for key in summaries.keys() & references.keys():
+            difference = summaries[key]["val_loss"] - references[key]["val_loss"]
             if math.isfinite(difference):
                 pairs.append(difference)
         if pairs and row is not base:
@@ -145,10 +146,9 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
             row["difference"] = mean
             if math.isfinite(half):
                 row["difference_interval"] = [mean - half, mean + half]
-        limits = row["difference_interval"]
-        row["verdict"] = row["verdict"] or _verdict(limits, size)
+        row["verdict"] = row["verdict"] or _verdict(row["difference_interval"], size)
     baseline = base["recipe"] if base["num_seeds"] else None
-    return Comparison(tuple(rows), baseline, _sentence(rows, base), ACCEPTABLE * size)
+    return Comparison(rows, baseline, _sentence(rows, base), ACCEPTABLE * size)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -157,7 +157,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     """
     mean = statistics.fmean(differences)
     size = len(differences)
-    if size < 2 or not math.isfinite(mean):
+    if size < 2:
         return mean, math.inf
     return mean, student_t(size - 1) * math.sqrt(statistics.variance(differences) / size)
 
@@ -210,38 +210,27 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _losses(group: Sequence[Run]) -> dict[tuple[int, str], float]:
-    """Return the last validation loss of each finished run, by what pairs it: its seed and data."""
-    losses = {}
-    for run in group:
-        loss = number((run.summary or {}).get("val_loss"))
-        if loss is not None:
-            losses[seed_of(run), run.data_fingerprint] = loss
-    return losses
-
-
-def _row(label: str, group: Sequence[Run]) -> Row:
-    finished = 0
-    summaries = []
+def _finished(group: Sequence[Run]) -> dict[tuple[int, str], Row]:
+    """Return the summaries with a validation loss, by what pairs runs: their seed and data."""
+    summaries = {}
     for run in group:
         summary = run.summary or {}
-        loss = number(summary.get("val_loss"))
-        finished += loss is not None
-        if loss is not None and math.isfinite(loss):
-            summaries.append(summary)
+        if number(summary.get("val_loss")) is not None:
+            summaries[seed_of(run), run.data_fingerprint] = summary
+    return summaries
+
+
+def _row(label: str, finished: Sequence[Row]) -> Row:
+    summaries = [summary for summary in finished if math.isfinite(summary["val_loss"])]
     row: Row = {"recipe": label}
     for metric in METRICS:
         name = metric.name
         known = [summary[name] for summary in summaries if summary.get(name) is not None]
         row[name] = _OVER[metric.over](known) if known else None
-    row |= {
-        "num_seeds": len(summaries),
-        "difference": None,
-        "difference_interval": None,
-        "verdict": "",
-    }
+    row |= {"num_seeds": len(summaries), "difference": None, "difference_interval": None}
+    row["verdict"] = ""
     errors = [summary.get("edq_error") or 0.0 for summary in summaries]
-    if finished > len(summaries):
+    if len(finished) > len(summaries):
         row["verdict"] = "diverged"
     elif not summaries:
         row["verdict"] = "no loss"
@@ -279,8 +268,6 @@ def _sentence(rows: Sequence[Row], base: Row) -> str:
     name = base["recipe"]
     if len(rows) > 1 and all(row["difference"] is None for row in rows):
         return "No two recipes have finished runs of one seed on the same data, so nothing is compared."
-    if not base["num_seeds"]:
-        return f"{name} has no finished run with a finite validation loss."
     if base["verdict"] != BASELINE:
         return f"No recipe is named. {name}: {base['verdict']}."
     if len(rows) == 1:

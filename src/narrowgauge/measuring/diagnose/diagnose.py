@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.measuring.diagnose.first_difference import FirstDifference
+from narrowgauge.measuring.diagnose.first_difference import FirstDifference, first_difference
 from narrowgauge.measuring.diagnose.laws import Laws
 from narrowgauge.measuring.diagnose.settings_diff import recipe_of
 from narrowgauge.measuring.diagnose.step_metrics import COLUMNS, StepMetrics
@@ -62,12 +62,12 @@ class Diagnosis(Readings):
         super().__init__(readings, unseen=_unseen(run, laws, areas, readings))
         self.name = run.path.name or run.path.resolve().name
         self.is_finished = is_finished(run)
-        rows = plural(len(run.steps), "row")
+        rows = plural(laws.num_rows, "row")
         if self.readings:
             number = plural(len(self), "reading")
             self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
         elif self.areas:
-            places = [_shown(area, looked_at[area], run, self.unseen) for area in self.areas]
+            places = [_shown(area, laws, self.unseen) for area in self.areas]
             self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(places)}."
         else:
             self.verdict = f"Nothing was looked at: {rows} without a value that is read."
@@ -124,7 +124,7 @@ def diagnose(
     first = run if isinstance(run, Run) else read_run(run)
     if other is None:
         return Diagnosis(first)
-    return FirstDifference(first, other if isinstance(other, Run) else read_run(other))
+    return first_difference(first, other if isinstance(other, Run) else read_run(other))
 
 
 def is_finished(run: Run) -> bool:
@@ -147,16 +147,16 @@ def areas_of(run: Run, laws: Laws) -> list[str]:
     """Return the areas that a run could have shown: those of the columns that a log of another program
     may have, or else those of a recorded loop.
     """
-    names = NAMES.keys() if run.is_foreign else COLUMNS.keys()
-    absent = set()
-    if not run.is_foreign:
+    if run.is_foreign:
+        names = {*NAMES}
+    else:
         has_audits = "storage" in run.run.get("optimizer", {}) or recipe_of(run) is not None
-        absent = {"use of the device", "stored updates" if has_audits else "audits"}
+        absent = {"utilization", "stored" if has_audits else "edq"}
         if run.run.get("machine", {}).get("ranks", 1) == 1:
-            absent |= {COLUMNS["apart"].area, COLUMNS["same_data"].area}
-        absent -= {COLUMNS[name].area for name in laws.columns}
-    areas = [column.area for name, column in COLUMNS.items() if column.area and name in names]
-    return [area for area in dict.fromkeys(areas) if area not in absent]
+            absent |= {"apart", "unsummed", "same_data"}
+        names = COLUMNS.keys() - absent | laws.columns
+    areas = [column.area for name, column in COLUMNS.items() if name in names]
+    return [*filter(None, dict.fromkeys(areas))]
 
 
 def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> dict[str, str]:
@@ -169,9 +169,10 @@ def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> 
         unseen[f"{reading.what} of {reading.tensor or 'the run'}"] = sentence
     looked_at = laws.looked_at()
     flags = {} if run.is_foreign else FLAGS
+    recorded = {COLUMNS[name].area for name in laws.columns}
     for area in areas:
         if area not in looked_at:
-            unseen[area] = flags.get(area, "")
+            unseen[area] = "too few rows" if area in recorded else flags.get(area, "")
     told = {reading.what for reading in readings}
     for row in run.events:
         name = str(row.get("tensor") or "the run")
@@ -186,13 +187,15 @@ def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> 
     return unseen | OUTSIDE
 
 
-def _shown(area: str, seen: int, run: Run, unseen: Iterable[str]) -> str:
+def _shown(area: str, laws: Laws, unseen: Iterable[str]) -> str:
     """Return an area, the part of it that was not seen, and in how many rows it was, if not in all."""
-    rows = len(run.evals if area == COLUMNS["val_loss"].area else run.steps)
+    rows = laws.looked_at()[area]
     parts = [name.removeprefix(f"{area} ") for name in unseen if name.startswith(f"{area} by ")]
     if parts:
         area = f"{area} (but those {', '.join(parts)})"
-    return area if seen >= rows - FIRST else f"{area} ({seen:,} of {rows:,} rows)"
+    if area == COLUMNS["val_loss"].area or rows >= laws.num_rows - FIRST:
+        return area
+    return f"{area} ({rows:,} of {laws.num_rows:,} rows)"
 
 
 def readings_of(run: Run, laws: Laws) -> list[Reading]:

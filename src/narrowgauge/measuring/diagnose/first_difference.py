@@ -18,7 +18,8 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, repeat
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.measuring.diagnose.settings_diff import PROGRAM, recipe_of, settings_diff
@@ -67,16 +68,6 @@ class ComparedValue:
     count: float
     hashes: Sequence[int] = ()
 
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Return the place in a step: stage by stage settings, tensors in their order, other numbers."""
-        rank = 2
-        if self.tensor:
-            rank = 1
-        elif self.column.unit == "setting":
-            rank = 0
-        return self.column.name == LAST, STAGES.index(self.column.stage), rank
-
     def bound(self, other: ComparedValue, u: float) -> float | None:
         """Return the difference that rounding explains, of a unit roundoff; ``None`` if that is not known."""
         unit = self.column.unit
@@ -100,87 +91,23 @@ Values = dict[str, ComparedValue]
 
 
 class FirstDifference(Readings):
-    """Find the first difference of two runs from their records, finished or not; ``print`` shows a
-    table.
+    """Hold the first difference of two runs; ``print`` shows a table.
 
     Attributes:
+        names: of both runs.
+        settings: recorded settings, data and software that differ.
         readings: what differs in the first step that differs, in the order of a step: all beyond
             rounding, or else all. Each expects the first run's value; its bound is what rounding
             explains.
         is_rounding: nothing differs by more than rounding, both round alike, and no recorded setting of
             the program differs.
-        is_complete: both runs finished with equal hashes of the final weights.
-        settings: recorded settings, data and software that differ.
         verdict: the result in one sentence.
     """
 
-    def __init__(self, first: Run, second: Run) -> None:
-        super().__init__()
-        self.names = [first.path.name, second.path.name]
-        if first.path.name == second.path.name:
-            self.names = [str(first.path), str(second.path)]
-        self.settings = settings_diff(first.run, second.run)
-        units = _roundoffs(first), _roundoffs(second)
-        u = tuple(map(max, *units))
-        is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
-        self.is_rounding = self.is_complete = False
-        details = ""
-        num_steps = 0
-        for step, one, other in _common_steps(first, second):
-            num_steps += step > 0
-            here = _entries(one, step)
-            there = _entries(other, step)
-            differing = [*_differences(step, here, there, u)]
-            self.is_complete = not differing and LAST in here.keys() & there.keys()
-            if differing:
-                beyond = [reading for reading in differing if reading.excess > 1]
-                is_measured = any(reading.bound is not None for reading in beyond)
-                self.readings = beyond if is_measured else differing
-                self.is_rounding = not beyond and is_alike
-                details = self._details(here, there)
-                break
-        self.verdict = self._verdict(num_steps)
-        lines = [f"{' and '.join(self.names)}: {self.verdict}", details]
-        if math.inf in u and self.readings and self.readings[0].bound is None:
-            lines.append("No format of the outputs is recorded, so no bound of rounding is known.")
-        pairs = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
-        if pairs:
-            lines.append(f"Recorded settings that differ: {join_names(pairs, 6)}.")
-        elif self.readings and not (first.is_foreign or second.is_foreign):
-            lines.append("No recorded setting differs.")
-        lines += [f"Not read: {note}." for note in first.notes + second.notes]
-        self.lines = [*filter(None, lines)]
-
-    def _details(self, here: Values, there: Values) -> str:
-        """Return which run alone has the first tensor that differs, or which of its ranks differ."""
-        at = self.readings[0]
-        if at.what == "only-in-one-run":
-            return f"Only {self.names[int(at.value or 0)]} has {at.tensor}."
-        key = at.tensor or at.what
-        few, many = sorted((here[key].hashes, there[key].hashes), key=len)
-        if len(few) == 1:  # all ranks are alike
-            few = [*few] * len(many)
-        if len(few) != len(many):
-            return ""
-        ranks = [str(rank) for rank in range(len(few)) if few[rank] != many[rank]]
-        if len(ranks) == len(few):
-            return ""
-        return f"Of {len(few)} ranks these differ there: {', '.join(ranks)}."
-
-    def _verdict(self, number: int) -> str:
-        if self.readings:
-            at = self.readings[0]
-            words = " within rounding" if self.is_rounding else ""
-            place = f"{at.tensor or at.what} ({at.stage})"
-            if at.expected and at.value is not None and math.isfinite(at.value - at.expected):
-                # The first digits of both may not show it.
-                place += f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
-            return f"The runs first differ{words} at step {at.step}, in {place}."
-        if self.is_complete:
-            return "The same run, bit for bit to the last weight."
-        if not number:
-            return "Cannot compare the records because they have no step in common."
-        return f"The same in all that both recorded ({plural(number, 'step')})."
+    names: list[str]
+    settings: dict[str, tuple[str, str]]
+    verdict = "Cannot compare the records because they have no step in common."
+    is_rounding = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
@@ -188,51 +115,119 @@ class FirstDifference(Readings):
         return super().to_dict() | {name: getattr(self, name) for name in names}
 
 
-def _roundoffs(run: Run) -> tuple[float, float]:
+def first_difference(first: Run, second: Run) -> FirstDifference:
+    """Find the first difference of two runs from their records, finished or not."""
+    result = FirstDifference()
+    result.names = [first.path.name, second.path.name]
+    if first.path.name == second.path.name:
+        result.names = [str(first.path), str(second.path)]
+    result.settings = settings_diff(first.run, second.run)
+    units = _roundoffs(first), _roundoffs(second)
+    u = tuple(map(max, *units))
+    details = ""
+    num_steps = 0
+    rows = heapq.merge(_joined(first), _joined(second), key=_STEP)
+    for step, rows_of_step in groupby(rows, _STEP):
+        entries = [_entries(row, step) for row in rows_of_step]
+        if len(entries) == 1:  # only one run has recorded it
+            continue
+        num_steps += step > 0
+        here, there = entries
+        differing = [*_differences(step, here, there, u)]
+        if differing:
+            beyond = [reading for reading in differing if reading.excess > 1]
+            is_measured = any(reading.bound is not None for reading in beyond)
+            result.readings = beyond if is_measured else differing
+            is_alike = units[0] == units[1] and not settings_diff(first.run, second.run, PROGRAM)
+            result.is_rounding = not beyond and is_alike
+            result.verdict, details = _sentences(result, here, there)
+            break
+        if LAST in here.keys() & there.keys():
+            result.verdict = "The same run, bit for bit to the last weight."
+        elif num_steps:
+            steps = plural(num_steps, "step")
+            result.verdict = f"The same in all that both recorded ({steps})."
+    lines = [f"{' and '.join(result.names)}: {result.verdict}", details]
+    if math.inf in u and result.readings and result.readings[0].bound is None:
+        lines.append("No format of the outputs is recorded, so no bound of rounding is known.")
+    pairs = [f"{name} {a} and {b}" for name, (a, b) in result.settings.items()]
+    if pairs:
+        lines.append(f"Recorded settings that differ: {join_names(pairs, 6)}.")
+    elif result.readings and not (first.is_foreign or second.is_foreign):
+        lines.append("No recorded setting differs.")
+    lines += [f"Not read: {note}." for note in first.notes + second.notes]
+    result.lines = [*filter(None, lines)]
+    return result
+
+
+def _sentences(result: FirstDifference, here: Values, there: Values) -> tuple[str, str]:
+    """Return the verdict about the first reading, and which run alone has its tensor or which of its
+    ranks differ.
+    """
+    at = result.readings[0]
+    key = at.tensor or at.what
+    words = " within rounding" if result.is_rounding else ""
+    verdict = f"The runs first differ{words} at step {at.step}, in {key} ({at.stage})"
+    if at.what == "only-in-one-run":
+        return f"{verdict}.", f"Only {result.names[key in there]} has {key}."
+    if at.expected and at.value is not None and math.isfinite(at.value - at.expected):
+        # The first digits of both may not show it.
+        verdict += f", by {abs(at.value / at.expected - 1):.2g} times its {at.what}"
+    one = here[key].hashes
+    other = there[key].hashes
+    number = max(len(one), len(other))
+    ranks = []
+    if {len(one), len(other)} <= {1, number}:  # one hash stands for all ranks
+        for rank in range(number):
+            if one[rank % len(one)] != other[rank % len(other)]:
+                ranks.append(str(rank))
+    details = ""
+    if 0 < len(ranks) < number:
+        details = f"Of {number} ranks these differ there: {', '.join(ranks)}."
+    return f"{verdict}.", details
+
+
+def _roundoffs(run: Run) -> list[float]:
     """Return the coarsest unit roundoff of what a run computed, as its recorded outputs say, or else its
     recipe; and of what it stored. Infinity stands for an unknown one.
     """
     recipe = recipe_of(run)
     computed = set[str]()
+    stored = set[str]()
     for row in islice(run.fingerprints, 2):
         for key, entry in row["tensors"].items():
             if key.startswith("output:"):
                 computed.update(entry[3:4])
-    if recipe is not None and computed.isdisjoint(FORMATS):
-        computed.add(recipe.compute.dtype)
-    stored = computed if recipe is None else computed | {recipe.storage.visible}
-    return _coarsest(computed), _coarsest(stored)
+    if recipe is not None:
+        stored.add(recipe.storage.visible)
+        if computed.isdisjoint(FORMATS):
+            computed.add(recipe.compute.dtype)
+    roundoffs = []
+    for names in (computed, computed | stored):
+        units = [FORMATS[name].epsilon / 2 for name in names & FORMATS.keys()]
+        roundoffs.append(max(units, default=math.inf))
+    return roundoffs
 
 
-def _coarsest(names: set[str]) -> float:
-    return max([FORMATS[name].epsilon / 2 for name in names & FORMATS.keys()], default=math.inf)
+_STEP = itemgetter("step")
 
 
-def _common_steps(first: Run, second: Run) -> Iterator[tuple[int, Row, Row]]:
-    """Yield each step that both recorded, with the columns, the evaluation and the fingerprints of both; at
-    the last step those of the final weights.
+def _joined(run: Run) -> Iterator[Row]:
+    """Yield the columns, the evaluation and the fingerprints of each step as one row; at the last step
+    those of the final weights.
 
     If a table has several rows of a step, take the first: a resume repeats its checkpoint's
     fingerprints.
     """
-    tables = []
-    for side, run in enumerate((first, second)):
-        end = []
-        if run.summary is not None:
-            end = [{"step": run.last_step.get("step", 0), LAST: run.summary.get(LAST)}]
-        for rows in (run.fingerprints, run.steps, run.evals, end):
-            tables.append(zip(rows, repeat(side), strict=False))
-    merged = heapq.merge(*tables, key=_step_of)
-    for step, group in groupby(merged, _step_of):
-        joined: list[Row] = [{}, {}]
-        for row, side in group:
-            joined[side] = row | joined[side]
-        if all(joined):
-            yield step, joined[0], joined[1]
-
-
-def _step_of(entry: tuple[Row, int]) -> int:
-    return int(entry[0]["step"])
+    end = []
+    if run.summary is not None:
+        end = [{"step": run.last_step.get("step", 0), LAST: run.summary.get(LAST)}]
+    rows = heapq.merge(run.fingerprints, run.steps, run.evals, end, key=_STEP)
+    for _, rows_of_step in groupby(rows, _STEP):
+        joined: Row = {}
+        for row in rows_of_step:
+            joined = row | joined
+        yield joined
 
 
 def _entries(row: Row, step: int) -> Values:
@@ -260,6 +255,12 @@ def _entries(row: Row, step: int) -> Values:
     return entries
 
 
+def _place(item: tuple[str, ComparedValue]) -> tuple[int, ...]:
+    """Return the place in a step: stage by stage settings, then tensors in their order, other numbers."""
+    column = item[1].column
+    return column.name == LAST, STAGES.index(column.stage), column.unit != "setting"
+
+
 def _differences(
     step: int,
     here: Values,
@@ -269,18 +270,19 @@ def _differences(
     """Yield the differences of a step in its order. Without a value only bits are known to differ."""
     kinds = [{x.column.name for x in entries.values() if x.tensor} for entries in (here, there)]
     entries = {**here, **there}
-    for key, entry in sorted(entries.items(), key=lambda item: item[1].place):
-        stage = entry.column.stage if step else "start"
+    for key, entry in sorted(entries.items(), key=_place):
+        column = entry.column
+        stage = column.stage if step else "start"
         if key not in here or key not in there:
-            if entry.tensor and entry.column.name in kinds[0] & kinds[1]:
+            if entry.tensor and column.name in kinds[0] & kinds[1]:
                 yield Reading(step, stage, key, "only-in-one-run", float(key in there))
             continue
         one = here[key]
         what = key
         if entry.tensor:
             what = "bits" if entry.value is None else "norm"
-        is_stored = STAGES.index(entry.column.stage) >= STAGES.index("optimizer step")
+        is_stored = STAGES.index(column.stage) >= STAGES.index("optimizer step")
         numbers = entry.value, one.value, one.bound(entry, u[is_stored])
         reading = Reading(step, stage, entry.tensor, what, *numbers)
-        if one.bits != entry.bits and (entry.column is not OTHER or reading.excess > 1):
+        if one.bits != entry.bits and (column is not OTHER or reading.excess > 1):
             yield reading

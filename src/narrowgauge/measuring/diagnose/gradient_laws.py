@@ -25,7 +25,7 @@ MANY = 20
 """Steps before a count may speak: of all gradients in each step, and else."""
 
 
-@reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
+@reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped", least=2)
 def nonfinite(emit: Emit, least: int = 3) -> Law:
     """Read the first place of the run that is not finite, once: it makes all later ones so.
 
@@ -100,9 +100,10 @@ def count_of(
             if "" in often:
                 often = [""]
             rest = [name for name in tensors if counts[name] < MOSTLY * total]
-            for names in filter(None, (often, rest)):
-                share = counts[names[0]] / total
-                emit(kind, names, share, 0.0, step=since[names[0]], is_usual=names is rest)
+            for names, is_usual in ((often, False), (rest, True)):
+                if names:
+                    share = counts[names[0]] / total
+                    emit(kind, names, share, 0.0, step=since[names[0]], is_usual=is_usual)
 
     return law
 
@@ -163,20 +164,17 @@ def ranks(emit: Emit) -> Law:
 @reads("lr largest", least=10)
 def zero_rate(emit: Emit) -> Law:
     """Read learning rates of exactly 0 in many steps in a row, in which no weight moves."""
-    count = 0
-    first = 0
-    longest = 0
-    since = 0
+    still: list[int] = []
+    longest = still
     while True:
         step = yield
-        if step.lr is not None and step.largest is not None:
-            count = 0 if step.lr or step.largest else count + 1
-            first = step.step if count == 1 else first
-        if count > longest:
-            longest = count
-            since = first
-        if longest >= KINDS["zero-rate"].bound:
-            emit("zero-rate", "", longest, None, step=since)
+        if step.lr or step.largest:
+            still = []
+        elif step.lr is not None and step.largest is not None:
+            still.append(step.step)
+        longest = max(longest, still, key=len)
+        if len(longest) >= KINDS["zero-rate"].bound:
+            emit("zero-rate", "", len(longest), None, step=longest[0])
 
 
 @reads("largest", "largest_in lr skipped", least=5)

@@ -35,6 +35,7 @@ class Laws:
 
     Attributes:
         columns: that were in a step.
+        num_rows: of steps, without evaluations.
         usual: counts of the newest step that are below their bound: a loop may mean them.
 
     Example:
@@ -66,6 +67,7 @@ class Laws:
         self.usual: list[Reading] = []
         self._laws = [rule.law(self._emit) for rule in RULES]
         self.columns: set[str] = set()
+        self.num_rows = 0
         self._counts: Counter[tuple[DeclaredLaw, str]] = Counter()
         self._reported: dict[tuple[str, ...], float] = {}
         for law in self._laws:
@@ -101,6 +103,7 @@ class Laws:
         """Count the columns that each law could judge in a step."""
         columns = step.columns.keys()
         self.columns |= columns
+        self.num_rows += "val_loss" not in columns
         for rule in RULES:
             if rule.needs <= columns:
                 for name in (rule.needs | rule.also) & columns:
