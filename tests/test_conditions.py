@@ -2,8 +2,8 @@
 
 import pytest
 
-from narrowgauge.errors import NarrowgaugeError
 from script_modules import benchmark_module, script_module
+from text.refusals import refused
 
 evidence = script_module("docs/evidence.py")
 
@@ -19,5 +19,5 @@ def test_a_run_writes_the_digests_that_the_pages_compare():
 def test_another_text_is_refused():
     starts = benchmark_module("_starts")
     starts.expect_pinned("llama-8m", starts.PINNED["llama-8m"])
-    with pytest.raises(NarrowgaugeError, match="its text is another, not "):
+    with refused("another text"):
         starts.expect_pinned("llama-8m", "another")

@@ -16,6 +16,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.spec.reductions import REDUCTIONS
 from ranks import run_ranks
+from text.refusals import refused
 
 KINDS = ("sharded", "replicas", "replicated")
 
@@ -239,20 +240,20 @@ def test_a_failure_discards_the_step():
 
 def test_what_cannot_be_done_is_refused():
     model = Leaf()
-    with pytest.raises(RecipeError, match=r"by 'float32'.*fully_shard"):
+    with refused("a sum by float32"):
         ng.reduce_gradients_with(model, "float32")
-    with pytest.raises(RecipeError, match="'0' has running statistics"):
+    with refused("running statistics"):
         ng.reduce_gradients_with(nn.Sequential(nn.BatchNorm1d(2)))
     reduction = ng.reduce_gradients_with(model, "reproducible")
     step(reduction, model, [0, 1])
-    with pytest.raises(RecipeError, match="gradients of an earlier one are still there"):
+    with refused("gradients of an earlier step"):
         step(reduction, model, [0])
     model.zero_grad()
-    with pytest.raises(RecipeError, match="cleared in backward"), reduction.micro_batch():
+    with refused("gradients that were cleared"), reduction.micro_batch():
         model(gradients_of(0)).backward()
         model.zero_grad()  # as a step in the backward pass does
     with (
-        pytest.raises(RuntimeError, match="within another"),
+        pytest.raises(RuntimeError),
         reduction.micro_batch(),
         reduction.micro_batch(),
     ):
@@ -264,7 +265,7 @@ def test_a_parameter_that_nobody_sums_is_refused():
     model[0].requires_grad_(False)
     reduction = ng.reduce_gradients_with(model, "reproducible")
     model[0].requires_grad_(True)
-    with pytest.raises(RecipeError, match="parameters were added"), reduction.micro_batch():
+    with refused("parameters that were added"), reduction.micro_batch():
         pass
 
 
@@ -272,7 +273,7 @@ def test_a_closed_reduction_is_refused_and_gives_way_to_another():
     model = nn.Linear(2, 2, bias=False)
     first = ng.reduce_gradients_with(model, "reproducible", average=False)
     first.close()
-    with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
+    with pytest.raises(RuntimeError), first.micro_batch():
         pass
     second = ng.reduce_gradients_with(model, "reproducible", average=False)
     with second.micro_batch():

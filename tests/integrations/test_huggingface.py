@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 import narrowgauge as ng
 from integrations.bfloat16_loop import LR, STEPS, llama, same_weights, sequences, trained
 from narrowgauge.integrations.huggingface import NarrowgaugeCallback, use_adamw
+from text.refusals import refused
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("one_thread")]
 
@@ -104,7 +105,7 @@ def test_use_adamw_takes_the_arguments(tmp_path):
     trainer = trainer_of(tmp_path, {}, **changes)
     use_adamw(trainer, storage="compact")
     decayed, rest = trainer.create_optimizer().param_groups
-    with pytest.raises(ng.errors.RecipeError, match="already has AdamW"):
+    with refused("a trainer with an optimizer"):
         use_adamw(trainer)
     expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-6, "storage": "compact"}
     assert expected.items() <= decayed.items() and expected.items() <= rest.items()

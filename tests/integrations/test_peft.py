@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.bfloat16_loop import llama, sequences
 from integrations.bfloat16_loop import trained as train
-from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.inference import QuantizedLinear, quantize_for_inference
+from text.refusals import refused
 
 pytestmark = pytest.mark.frameworks
 
@@ -127,7 +127,7 @@ def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path):
 def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path):
     model = adapted(base())
     ng.prepare(quantize_for_inference(model))
-    with pytest.raises(RecipeError, match=r"Cannot change the weight"):
+    with refused("a change of codes"):
         model.merge_adapter()
     model.save_pretrained(tmp_path)
     whole = peft.PeftModel.from_pretrained(base(), tmp_path).merge_and_unload()
@@ -139,7 +139,7 @@ def test_codes_of_another_format_are_not_loaded_as_numbers():
         return quantize_for_inference(nn.Sequential(nn.Linear(64, 16)), compute)
 
     quantized("int8-row").load_state_dict(quantized("int8-row").state_dict())
-    with pytest.raises(FormatError, match=r"'0\.weight_codes' was saved in torch\.float8_e4m3fn"):
+    with refused("codes of another compute"):
         quantized("int8-row").load_state_dict(quantized("float8-row").state_dict())
 
 

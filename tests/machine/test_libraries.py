@@ -28,11 +28,11 @@ def test_a_library_is_built_once_and_again_if_it_is_damaged(monkeypatch, tmp_pat
         assert answer() == 42
     assert library.stat().st_mtime_ns == built
     monkeypatch.setenv("CXX", "clang++-of-nobody -Os")  # other flags are another library
-    with pytest.raises(CompilerError, match="no C\\+\\+ compiler"):
+    with pytest.raises(CompilerError):
         answer()
     monkeypatch.undo()
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    with pytest.raises(CompilerError, match="error"):
+    with pytest.raises(CompilerError):
         cpp.build("int answer() {")
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".so"] == []
 

@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import DataError, RecipeError
-from optim.pairs import narrow, refused, step_along
+from optim.pairs import narrow, step_along, unchanged
 from tensors import parameters_of
+from text.refusals import refused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GOOD = {"step": 3, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
 REFUSED = [
-    ({0: {**GOOD, "max_exp_avg_sq": torch.zeros(4)}}, DataError, ", max_exp_avg_sq, step"),
+    ({0: {**GOOD, "max_exp_avg_sq": torch.zeros(4)}}, "more than torch's names"),
     # As fused optimizers keep it, whose moments may be divided by the bias correction.
-    ({0: {name: GOOD[name] for name in MOMENTS}}, DataError, "of exp_avg, exp_avg_sq[.]"),
-    ({"weight": GOOD}, DataError, "keys are not numbers"),
-    ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, RecipeError, "'exp_avg' of shape"),
+    ({0: {name: GOOD[name] for name in MOMENTS}}, "no step"),
+    ({"weight": GOOD}, "no numbers of parameters"),
+    ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, "a state of another shape"),
 ]
 
 
@@ -26,11 +26,11 @@ def vector() -> ng.AdamW:
     return ng.AdamW([nn.Parameter(torch.zeros(4))], storage="float32", lr=0.5)
 
 
-@pytest.mark.parametrize(("entries", "kind", "words"), REFUSED)
-def test_what_does_not_fit_is_refused_in_one_line(entries, kind, words):
+@pytest.mark.parametrize(("entries", "name"), REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(entries, name):
     optimizer = vector()
     groups = [{"params": [0]}]
-    with pytest.raises(kind, match=words):
+    with refused(name):
         optimizer.load_state_dict({"state": entries, "param_groups": groups})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})  # before a step
 
@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_refused_in_one_line(entries, kind, words):
 def test_a_state_of_another_rule_is_refused_and_leaves_the_weights():
     theirs = trained("", torch.optim.AdamW)[1]
     muon = ng.Muon([narrow(8, 8), narrow(8), narrow(8, 8)], adjust_lr_fn="match_rms_adamw")
-    with refused(muon, "Cannot adopt"):
+    with unchanged(muon), refused("a state of another rule"):
         muon.load_state_dict(theirs.state_dict())
 
 
@@ -68,11 +68,8 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options():
     weights = {p: optimizer.stored(p) for p in model.parameters()}
     state = theirs.state_dict()
     (group,) = state["param_groups"]
-    for groups, words in (
-        ([{**group, "params": [0, 1]}], "doesn't match the size"),
-        ([group, group], "different number of parameter groups"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for groups in ([{**group, "params": [0, 1]}], [group, group]):
+        with pytest.raises(ValueError):
             optimizer.load_state_dict({**state, "param_groups": groups})
     assert optimizer.param_groups[0]["lr"] == 1.0
     optimizer.load_state_dict(state)
@@ -99,7 +96,7 @@ def test_a_state_goes_into_another_storage(before, after):
     copied = network()
     copied.load_state_dict(ng.full_weights(model, old))
     new = ng.AdamW(copied.named_parameters(), storage=after, compile=False)
-    with pytest.raises(ng.errors.RecipeError, match=r"ng\.to_torch_state"):
+    with refused("a state of another storage", before=before, after=after):
         new.load_state_dict(old.state_dict())
     new.load_state_dict(ng.to_torch_state(old))
     tolerances = dict.fromkeys(("weight", *MOMENTS), 0.0 if after in ("exact", "float32") else 0.1)
@@ -132,7 +129,7 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state():
         assert torch.allclose(p, q, rtol=1e-6)
     model, ours = trained("exact")
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
-    with pytest.raises(DataError, match="muon"):
+    with refused("a state that has no equal in torch"):
         ng.to_torch_state(trained("word", ng.Muon, adjust_lr_fn="match_rms_adamw")[1])
 
 
@@ -155,7 +152,7 @@ def torch_state(make: Any, **options: Any) -> dict[str, Any]:
 )
 def test_a_state_whose_options_cannot_be_obeyed_is_refused(ours, theirs, options, words):
     optimizer = ours([nn.Parameter(torch.zeros(4))], storage="float32", lr=0.5)
-    with refused(optimizer, words):
+    with unchanged(optimizer), refused("an option", name=words):
         optimizer.load_state_dict(torch_state(theirs, **options))
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
 

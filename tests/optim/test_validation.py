@@ -4,9 +4,7 @@ refused.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.validation import device_of_step
-from optim.pairs import PAIRS, RULES, build, everything, narrow, parameters, refused
+from optim.pairs import PAIRS, RULES, build, everything, narrow, parameters, unchanged
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
+from text.refusals import refused
 
 ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "seed": 9}
 LATER = {
@@ -55,16 +52,16 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule
 @pytest.mark.parametrize(
     ("rule", "option", "value", "words"),
     [
-        ("galore", "rank", 2, "projector"),
-        ("plain sgd", "momentum", 0.9, "no 'momentum_buffer_bits': .*before the first step"),
-        ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
+        ("galore", "rank", 2, "a rank that changed"),
+        ("plain sgd", "momentum", 0.9, "a momentum that came later"),
+        ("adamw", "storage", "exact", "another storage"),
     ],
 )
 def test_options_that_need_other_states_are_refused(rule, option, value, words):
     optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
     optimizer.param_groups[0][option] = value
-    with refused(optimizer, words):
+    with unchanged(optimizer), refused(words):
         take_steps(optimizer, range(1, 2))
 
 
@@ -75,15 +72,15 @@ def test_what_torch_has_besides_is_ignored_or_refused_in_one_line(make):
         make([narrow(4, 6)], **{name: True})
         make([{"params": [narrow(4, 6)], name: True}])
     for name in ("maximize", "amsgrad", "max_grad_norm"):
-        with pytest.raises(ng.errors.RecipeError, match=f"Cannot obey {name} = True"):
+        with refused("an option of torch", name=name):
             make([{"params": [narrow(4, 6)], name: True}])
     for name in ("maximize", "amsgrad"):
         make([narrow(4, 6)], **{name: False})
-        with pytest.raises(ng.errors.RecipeError, match=f"Cannot obey {name} = True"):
+        with refused("an option of torch", name=name):
             make([narrow(4, 6)], **{name: True})
-    with pytest.raises(ng.errors.RecipeError, match=f"{make.__name__} has.*mean 'storage'"):
+    with refused("no option", name=make.__name__):
         make([narrow(4, 6)], storge="word")
-    with pytest.raises(ng.errors.RecipeError, match="compile = 'yes'"):
+    with refused("compile"):
         make([narrow(4, 6)], compile="yes")
 
 
@@ -107,7 +104,7 @@ def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule, option):
     group = optimizer.param_groups[1]
     options = dict(group)
     group[option] = (WRONG | OF_OURS)[option]
-    with refused(optimizer, option.rstrip("s")):
+    with unchanged(optimizer), refused("an option", name=option.rstrip("s")):
         take_steps(optimizer, range(1, 2))
     group.clear()
     group.update(options, initial_lr=1.0, note=torch.ones(2), no_weight_decay=True)
@@ -118,59 +115,14 @@ def test_a_step_refuses_an_option_set_to_what_it_cannot_obey(rule, option):
 def test_a_parameter_whose_elements_share_memory_is_refused(rule, storage):
     """When the optimizer is made, and later before a state moves."""
     shared = parameters(storage, [(1, 10)])[0].data.expand(12, 10)
-    with pytest.raises(ng.errors.RecipeError, match="share memory"):
+    with refused("elements that share memory"):
         build(rule, [nn.Parameter(shared)], storage)
     optimizer = build(rule, parameters(storage)[:2], storage)
     take_steps(optimizer, range(1))
     last = parameters_of(optimizer)[1]
     last.data = last.data.as_strided(last.shape, (1, 1))
-    with refused(optimizer, "share memory"):
+    with unchanged(optimizer), refused("elements that share memory"):
         take_steps(optimizer, range(1, 2))
-
-
-def made(**options: Any) -> Callable[[], Any]:
-    return lambda: ng.AdamW([narrow(4, 6)], **options)
-
-
-def with_own_rule() -> ng.Optimizer:
-    rule = dataclasses.replace(ADAMW, name="own", monotone=False)
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    return ng.Optimizer([narrow(4, 6)], rule, options, storage="compact")
-
-
-def on_one_memory() -> ng.AdamW:
-    memory = torch.ones(8, 8)
-    return ng.AdamW([nn.Parameter(memory), nn.Parameter(memory[:6])])
-
-
-def given_twice() -> ng.AdamW:
-    """As lists of tied modules' parameters are."""
-    tied = narrow(2, 3)
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        return ng.AdamW([tied, tied])
-
-
-def adopting(name: str, *shape: int, has_weight: bool = True) -> Callable[[], Any]:
-    """A state of a name and shape."""
-
-    def adopt() -> None:
-        parameter = narrow(2, 3)
-        weights = {parameter: torch.ones(2, 3)} if has_weight else {}
-        ng.AdamW([parameter]).adopt(weights, {parameter: {name: torch.ones(shape)}})
-
-    return adopt
-
-
-def later_original() -> None:
-    optimizer = build("muon", parameters("word"), "word")
-    optimizer.param_groups[0]["adjust_lr_fn"] = "original"
-    take_steps(optimizer, range(1))
-
-
-def appended() -> None:
-    optimizer = ng.AdamW([narrow(2, 3)])
-    optimizer.param_groups.append({"params": [narrow(3)], "lr": 1e-3})
-    optimizer.step()
 
 
 class Holder(Tensor):
@@ -186,50 +138,26 @@ class Holder(Tensor):
         return cls(args[0].shape)  # detached
 
 
-ones = torch.ones(2, 3)
-MUON = "no matrix.*'rule': 'adamw'"
-REFUSED = [
-    ("two numbers", made(betas=(0.9,))),
-    ("one finite number", made(lr="1")),
-    ("one integer", made(audit_every=1.5)),
-    ("is a compute and a storage", made(storage="bfloat16/word")),
-    ("'word', 'exact' and others take bfloat16", made(storage="float32")),
-    ("clip_grad_norm_", lambda: ng.AdamW([{"params": [narrow(4, 6)], "max_grad_norm": 1.0}])),
-    (MUON, later_original),
-    (r"group 1 because it has no '\w+'.*add_", appended),
-    (MUON, lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02)),
-    ("does not say that it is monotone", with_own_rule),
-    ("momentum = 0.0", lambda: ng.SGD([narrow(4, 6)], nesterov=True)),
-    ("dampening = 0.1", lambda: ng.SGD([narrow(4, 6)], momentum=0.9, dampening=0.1, nesterov=True)),
-    ("cpu and meta", lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")])),
-    ("another parameter has its memory", on_one_memory),
-    ("it is passed twice", given_twice),
-    ("on the meta device", lambda: ng.AdamW(nn.Linear(4, 4, device="meta"))),
-    ("Holder that has no memory", lambda: ng.AdamW([nn.Parameter(Holder((2, 3)))])),
-    ("without the weights", adopting("exp_avg", 2, 3, has_weight=False)),
-    ("'weight' of shape", adopting("weight", 3, 2)),
-    ("'exp_avg' of shape", adopting("exp_avg", 3, 2)),
-    ("has weight, exp_avg, exp_avg_sq", adopting("momentum", 2, 3)),
-]
-
-
-@pytest.mark.parametrize(("words", "make"), REFUSED)
-def test_what_cannot_be_obeyed_is_refused_in_one_line(words, make):
-    with pytest.raises(ng.errors.RecipeError, match=words):
-        make()
+def test_a_parameter_without_memory_or_given_twice_is_refused():
+    """As lists of tied modules' parameters have it."""
+    with refused("no memory"):
+        ng.AdamW([nn.Parameter(Holder((2, 3)))])
+    tied = narrow(2, 3)
+    with pytest.warns(UserWarning), refused("a parameter that is passed twice"):
+        ng.AdamW([tied, tied])
 
 
 def test_what_is_refused_changes_nothing():
     first, second = narrow(2, 3), narrow(2, 3)
     optimizer = ng.AdamW([first, second])
-    with pytest.raises(ng.errors.RecipeError, match="of shape"):
-        optimizer.adopt({first: 2 * ones, second: torch.ones(3, 2)})
+    with refused("a shape"):
+        optimizer.adopt({first: torch.ones(2, 3) * 2, second: torch.ones(3, 2)})
     wide = parameters("float32")
     unfit = nn.Parameter(torch.ones(2, dtype=torch.float64))
     for group in ({"params": [*wide, unfit]}, {"params": [narrow(3)], "storage": "exakt"}):
         with pytest.raises(ng.errors.RecipeError):
             optimizer.add_param_group(group)
-    assert torch.equal(first.float(), ones) and not optimizer.state
+    assert torch.equal(first, torch.ones_like(first)) and not optimizer.state
     assert len(optimizer.param_groups) == 1 and {p.dtype for p in wide} == {torch.float32}
     take_steps(optimizer, range(1))
 
@@ -255,7 +183,7 @@ def test_no_step_is_taken_in_a_cuda_graph(monkeypatch):
     optimizer = ng.AdamW([narrow(2, 2)])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ng.errors.RecipeError, match=r"graph .* would repeat .* random bits"):
+    with refused("a graph"):
         take_steps(optimizer, range(1))
 
 
@@ -288,7 +216,7 @@ def test_a_frozen_parameter_of_another_format_is_left_alone(kind):
     if kind is torch.float64:
         frozen[0].requires_grad_()
         frozen[0].grad = torch.ones_like(frozen[0])
-        with pytest.raises(ng.errors.RecipeError, match="storage 'word' holds bfloat16"):
+        with refused("a format"):
             optimizer.step()
 
 
@@ -307,5 +235,5 @@ def test_notes_of_other_code_stay_beside_a_state():
     assert optimizer.state[other] == 7
     assert not state["slow"].any() and state["old_p"].shape == (4, 4)
     state["exp_avg"] = torch.zeros(4, 4)
-    with pytest.raises(ng.errors.RecipeError, match="'exp_avg' is packed"):
+    with refused("a packed state"):
         take_steps(optimizer, range(1, 2))

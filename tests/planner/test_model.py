@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from narrowgauge.errors import DataError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.model import CONFIGS, read_model
 from narrowgauge.spec.models import MODELS
+from text.refusals import refused
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
          "intermediate_size": 160, "vocab_size": 500, "pad_token_id": 0, "tie_word_embeddings": False}  # fmt: skip
@@ -112,9 +112,7 @@ def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind):
     """Recurrent layers, linear attention, and attention of experts: no formula here is theirs."""
     keys = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64}
     size = sum(value.numel() for value in built(keys).parameters())
-    with pytest.raises(
-        DataError, match=rf"not a decoder of attention layers\. Its {size:,} parameters"
-    ):
+    with refused("a model without a formula", size=size):
         of_config(keys, kind)
 
 

@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 import narrowgauge as ng
 from narrowgauge.cli.main import main
-from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.measured_logs import read_measured
 from narrowgauge.planner.measured_run import OTHER
@@ -17,6 +16,7 @@ from narrowgauge.planner.memory import layer_bytes
 from narrowgauge.planner.plan import plan
 from narrowgauge.runs import Record
 from planner.jobs import LLAMA, TITAN_LOG, estimate
+from text.refusals import refused
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -269,20 +269,11 @@ def test_a_measured_run_is_one_run_that_its_machine_can_do():
     asked = {"model": "llama-8b", "chip": "H100-SXM", "chips": 8, "tokens_per_second": 53_336}
     run = ng.MeasuredRun(**{**asked, "tokens_per_second": 0}, tokens_per_second_per_chip=6_667)
     assert run.tokens_per_second == 53_336 and run.job.recipe.name == "bfloat16/master"
-    for wrong, says in (
-        ({"tokens_per_second": 6_667}, "rate of one chip"),
-        ({"peak_gb": 900}, "900 GB because H100"),
-        ({"tokens_per_second": 0}, "without one rate"),
-        ({"tokens_per_second_per_chip": 6_667}, "without one rate"),
-        ({"recipes": ["bfloat16/word", "bfloat16/master"]}, "a run has one"),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match=says):
-            ng.MeasuredRun(**{**asked, **wrong})
     for name in ("chips", "sequence_length"):
         for value in ([16, 32], "sixteen", 0):
-            with pytest.raises(NarrowgaugeError, match=name):
+            with refused("a next run", name=name):
                 run.next(**{name: value})
-    with pytest.raises(NarrowgaugeError, match="advise"):
+    with refused("a next run", name="advise"):
         run.next(advise=True)
 
 
@@ -349,7 +340,7 @@ def test_a_next_run_that_no_layout_takes_is_refused(tmp_path):
     file.write_text('like = "H100-SXM"\n')
     mine = ng.MeasuredRun("llama-8b", chip=file, chips=8, tokens_per_second=53_336)
     assert mine.next().job.tokens_per_step == mine.job.tokens_per_step
-    with pytest.raises(NarrowgaugeError, match="at once"):
+    with refused("a batch that no layout takes"):
         titan().next(chips=64, tokens_per_step=8192, layout="zero=3,tensor=1")
 
 
@@ -375,7 +366,7 @@ def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"r": 8}')
     (tmp_path / "trainer_state.json").write_text(state)
     words = f"log={tmp_path} chip=A100-SXM4-80GB"
-    with pytest.raises(DataError, match="sequence_length"):
+    with refused("no length"):
         read_measured(words)
     run = read_measured(f"{words} sequence_length=1024")
     assert run.tokens_per_second == 6.4 * 1024 and run.job.tuning.lora == 8
@@ -385,5 +376,5 @@ def test_a_folder_of_the_hugging_face_trainer_is_a_measured_run(tmp_path):
     )
     assert read_measured(words).tokens_per_second == 4_000
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(NarrowgaugeError, match=r"adapter_config\.json is damaged"):
+    with refused("damaged adapters"):
         read_measured(words)
