@@ -55,30 +55,21 @@ class Peer:
         return optimizer
 
 
-def _peers():
-    peers = [
-        Peer("torch AdamW bfloat16", "torch", "torch.optim", "AdamW", {"fused": True}),
-        Peer("bitsandbytes AdamW8bit", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
-    ]
-    for word, is_stochastic in (("", False), (" stochastic", True)):
-        options = {"bf16_stochastic_round": is_stochastic}
-        place = "torchao", "torchao.optim", "AdamW8bit"
-        peers.append(Peer(f"torchao AdamW8bit{word}", *place, options))
-    for name, has_wide_states in (("", True), (" 16-bit states", False)):
-        options = {"fp32_optimizer_states": has_wide_states}
-        place = "deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam"
-        peers.append(Peer(f"DeepSpeedCPUAdam{name}", *place, options))
-    kahan = {"kahan_sum": True}
-    ecc = {"ecc": "bf16+8", "param_ecc": "bf16+8"}
-    return [
-        *peers,
-        Peer("FlashOptim AdamW", "flashoptim", "flashoptim", "FlashAdamW", {}),
-        Peer("optimi AdamW Kahan", "torch-optimi", "optimi", "AdamW", kahan, with_compensation, True),
-        Peer("heavyball AdamW ecc", "heavyball", "heavyball", "AdamW", ecc, None, True),
-    ]  # fmt: skip
-
-
-PEERS = _peers()
+TORCHAO = "torchao", "torchao.optim", "AdamW8bit"
+DEEPSPEED = "deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam"
+KAHAN = {"kahan_sum": True}
+ECC = {"ecc": "bf16+8", "param_ecc": "bf16+8"}
+PEERS = [
+    Peer("torch AdamW bfloat16", "torch", "torch.optim", "AdamW", {"fused": True}),
+    Peer("bitsandbytes AdamW8bit", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
+    Peer("torchao AdamW8bit", *TORCHAO, {"bf16_stochastic_round": False}),
+    Peer("torchao AdamW8bit stochastic", *TORCHAO, {"bf16_stochastic_round": True}),
+    Peer("DeepSpeedCPUAdam", *DEEPSPEED, {"fp32_optimizer_states": True}),
+    Peer("DeepSpeedCPUAdam 16-bit states", *DEEPSPEED, {"fp32_optimizer_states": False}),
+    Peer("FlashOptim AdamW", "flashoptim", "flashoptim", "FlashAdamW", {}),
+    Peer("optimi AdamW Kahan", "torch-optimi", "optimi", "AdamW", KAHAN, with_compensation, True),
+    Peer("heavyball AdamW ecc", "heavyball", "heavyball", "AdamW", ECC, None, True),
+]
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi", "heavyball")
 
 

@@ -99,18 +99,13 @@ def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
     return Start(model, train, held_out, unigram, text)
 
 
-def drawn(config, seed: int) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def llama(seed: int, **sizes) -> nn.Module:
+    """Return a Llama of these sizes, with weights of the seed."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
+    config = LlamaConfig(use_cache=False, bos_token_id=None, eos_token_id=None, **sizes)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.train()
-
-
-def llama(**sizes):
-    from transformers import LlamaConfig
-
-    return LlamaConfig(use_cache=False, bos_token_id=None, eos_token_id=None, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
 def preset(name: str, seed: int) -> nn.Module:
@@ -125,13 +120,7 @@ def preset(name: str, seed: int) -> nn.Module:
         "num_key_value_heads": row.num_kv_heads,
         "tie_word_embeddings": row.tie_embeddings,
     }
-    return drawn(llama(**sizes), seed)
-
-
-def bytes_model() -> nn.Module:
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 5}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
-    return drawn(llama(vocab_size=256, **sizes, **heads), 0)
+    return llama(seed, **sizes)
 
 
 def halves():
@@ -147,7 +136,9 @@ def halves():
 def pretrained_bytes(text: Tensor, steps: int = 1500) -> nn.Module:
     """Return ``bytes-2m``, trained on its first half; the first use trains and keeps it."""
     place = RUNS / f"{BYTES}-sympy-{SYMPY}.pt"
-    model = bytes_model()
+    sizes = {"vocab_size": 256, "hidden_size": 192, "intermediate_size": 512}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    model = llama(0, num_hidden_layers=5, **sizes, **heads)
     if not place.is_file():
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
