@@ -1,8 +1,10 @@
 """The check of a gradient leaves no trace, and follows sums over ranks."""
 
 import copy
+import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from corpus.loop import IGNORED, Model, count, loss, summed, tokens_of
+from narrowgauge.measuring.check.rounding_sites import _ranked
 from narrowgauge.measuring.reading import Readings
 from ranks import run_ranks
 
@@ -69,6 +72,18 @@ def test_the_check_calls_the_loss_as_often_as_its_page_says():
     for batch, number in ((parts[0], 4), (parts, len(parts) + 5)):
         calls.clear()
         assert check(Model(), batch, loss=counted).ok and len(calls) == number
+
+
+def test_places_are_ranked_by_what_they_do_until_one_rounding_is_left():
+    sizes = {"a": 1.0, "b": 8.0, "c": 0.5, "d": 4.0}
+    error = math.hypot(*sizes.values())
+    shadow = SimpleNamespace(rounds=sizes, coarsest=(2.0**-9, "bfloat16"))
+
+    def alone(places: list[str]) -> float:
+        return math.hypot(*(sizes[place] for place in places))
+
+    shares = dict(_ranked(shadow, error, 1.2, alone))
+    assert shares == {"b": 8.0 / error, "d": 4.0 / error} and [*shares] == ["b", "d"]
 
 
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
