@@ -109,8 +109,8 @@ WAYS = {"a cache": cached, "padding on the left": padded, "eager attention": eag
 
 @exhaustive(("way", "dtype"), [(way, dtype) for way in WAYS for dtype in (FLOAT32, BFLOAT16)])
 def test_another_way_to_the_same_result_is_of_rounding(way, dtype):
-    trainer = model_of(dtype)
-    result = ng.same(trainer, partial(WAYS[way], trainer), TOKENS)
+    trainer = model_of(dtype, num_hidden_layers=1)
+    result = ng.same(trainer, partial(WAYS[way], trainer), TOKENS[:, :6])
     assert result.ok, result
     assert "larger than rounding" in result.looked_at
 

@@ -103,14 +103,14 @@ def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
 
 
 def train(
-    rule: str, storage: str, *, compiled: bool, steps: int = 5, **options: Any
+    rule: str, storage: str, lengths: range, *, compiled: bool, **options: Any
 ) -> ng.Optimizer:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no
     elements, other strides; and vectors of any length, of which kernels read 16 bytes at once.
     """
     dtype = getattr(torch, STORAGES[storage].visible)
     shapes = [(3, 24), (6, 64), (3, 7), (9,), (0, 4), (4, 16), (6, 8)]
-    shapes += [(5, 3, 2, 2), (2, 520), *((length,) for length in range(14, 36))]
+    shapes += [(5, 3, 2, 2), (2, 520), *((length,) for length in lengths)]
     params = []
     for k, shape in enumerate(shapes):
         values = gaussian(*shape, seed=k, dtype=dtype)
@@ -120,7 +120,7 @@ def train(
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.02}]
     options = {**RULES[rule].options, "lr": 0.01, **options}
     optimizer = RULES[rule].make(groups, storage=storage, compile=compiled, **options)
-    for step in range(steps):
+    for step in range(5):
         for k, param in enumerate(params):
             param.grad = gradient_of(param, k, step)
         optimizer.step()
@@ -151,8 +151,9 @@ def gradient_of(param: Tensor, k: int, step: int) -> Tensor | None:
 @pytest.mark.parametrize(("rule", "storage"), FEW)
 def test_steps_of_an_optimizer_are_the_same(language, rule, storage):
     """However a step runs, its audit is the definition of a sample."""
+    lengths = range(14, 36, 1 if language == "C++" else 7)  # an interpreter masks each alike
     ours, theirs = (
-        train(rule, storage, compiled=compiled, max_grad_norm=1.0, audit_every=2)
+        train(rule, storage, lengths, compiled=compiled, max_grad_norm=1.0, audit_every=2)
         for compiled in (True, False)
     )
     assert set(ours.ran_compiled().values()) == {language}
