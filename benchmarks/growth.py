@@ -66,7 +66,7 @@ def rows_of(num_ranks: int):
     other = means(common, num_ranks, is_reversed=True)
     rows = []
     for kind in ("bfloat16", "float32", "reproducible"):
-        row = {"row": f"{kind} {num_ranks}", "sum": kind, "ranks": num_ranks}
+        row = {"row": f"{kind}, {num_ranks} ranks", "sum": kind, "ranks": num_ranks}
         row["order"] = float((first[kind] != other[kind]).float().mean())
         row["error"] = distance(first[kind], first["exact"])
         rows.append(row)

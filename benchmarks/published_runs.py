@@ -33,6 +33,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.measured_run import SAME, MeasuredRun
+from narrowgauge.planner.memory import outside_bytes
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
@@ -106,8 +107,10 @@ def facts_of(rows):
             yield Fact(*row["names"], "dense", "length", fact["longest"], length, ends)
             continue
         job = plan(**row["ask"], advise=False).best
-        for name in {"allocated_gb", "reserved_gb"} & fact.keys():
-            planned = getattr(job, name.replace("gb", "bytes"))
+        reserved = job.peak_bytes - outside_bytes(job.layout.num_ranks)  # by the allocator
+        bytes_of = {"allocated_gb": job.allocated_bytes, "reserved_gb": reserved}
+        for name in bytes_of.keys() & fact.keys():
+            planned = bytes_of[name]
             ends = [1e-9 * planned / job.peak_bytes * end for end in job.memory_interval]
             yield Fact(*row["names"], job.kind, "memory", fact[name], planned / 1e9, ends)
         if "rate" in fact:
