@@ -28,7 +28,7 @@ def share_of(check: Readings) -> float:
 
 
 def predictions(model: nn.Module, optimizer: torch.optim.Optimizer):
-    return [predict(stepped)[0] for stepped in setup_of(model, optimizer).trained]
+    return [predict(stepped, None, {})[0] for stepped in setup_of(model, optimizer).trained]
 
 
 @pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])
@@ -122,7 +122,7 @@ def test_what_a_class_of_the_users_own_keeps_is_measured(rounding):
     (stepped,) = setup_of(nn.ParameterList([weight]), Own([weight], rounding)).trained
     before = torch.get_rng_state()
     assert low_bits_kept(stepped.optimizer, stepped.group, weight) == KEPT[rounding]
-    row, reason = predict(stepped)
+    row, reason = predict(stepped, None, {})
     assert (row["step"] == 1.0) == KEPT[rounding] and not reason
     assert torch.equal(before, torch.get_rng_state()) and not stepped.optimizer.state
 

@@ -155,6 +155,11 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16))
 
 
+def on_meta() -> object:
+    model = layers().to("meta")
+    return ng.check(model, torch.optim.SGD(model.parameters()), batch=torch.ones(1), loss=called)
+
+
 def called(weights: torch.dtype, inputs: torch.dtype) -> None:
     model = layers().to(weights)
     ng.swap_linears(model, "float8-row")
@@ -256,6 +261,7 @@ CALLS = {
         lambda: ng.check(layers(), torch.optim.SGD(layers().parameters()), batch=torch.ones(1)), RecipeError,
         "batch= needs loss=\nPass both",
     ),
+    "a batch for weights without values": (on_meta, RecipeError, "meta has no values of 0.weight and 1 other\nLoad the weights"),
     "a loop without a loss": (lambda: ng.compare(lambda *_: "abc", ["mine"]), NarrowgaugeError, "for mine, but 'abc'\nReturn"),
     "a loss of two numbers": (
         lambda: ng.compare(lambda *_: {"val_loss": torch.ones(2)}, ["mine"]), NarrowgaugeError, "for mine, but {\nReturn",

@@ -86,10 +86,6 @@ def describe_run(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the content of ``run.toml``."""
-    config = {
-        "recipe": _recipe_in_use(model, optimizer), "model": type(model).__name__,
-        "seed": optimizer.param_groups[0].get("seed", 0),
-    }  # fmt: skip
     parameters = list(model.parameters())
     options, *others = map(_options_of, optimizer.param_groups)
     for number, other in enumerate(others, 1):
@@ -97,7 +93,12 @@ def describe_run(
         if unlike:
             options[f"group{number}"] = unlike
     return {
-        "config": {**config, **settings},
+        "config": {
+            "recipe": _recipe_in_use(model, optimizer),
+            "model": type(model).__name__,
+            "seed": optimizer.param_groups[0].get("seed", 0),
+            **settings,
+        },
         "start": _start(),
         **describe_process(parameters[0].device),
         "optimizer": {"class": type(optimizer).__name__, **options},

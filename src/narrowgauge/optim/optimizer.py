@@ -171,7 +171,8 @@ class Optimizer(torch.optim.Optimizer):
                 asked = get_storage(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
                 group["storage"] = row.name
-                warnings.warn(KEPT.format(row, asked), stacklevel=4)
+                level = 2 if self._is_complete else 5  # the caller, or that of our class
+                warnings.warn(KEPT.format(row, asked), stacklevel=level)
                 to_round.clear()
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient

@@ -28,14 +28,13 @@ from narrowgauge.measuring.check.slope import compare_slope
 from narrowgauge.measuring.check.structure import compare_structure
 from narrowgauge.measuring.check.training_setup import (
     TrainingSetup,
+    add_setup,
     sample_elements,
     setup_of,
-    setup_readings,
 )
 from narrowgauge.measuring.reading import Readings, of_all, words_of
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
-from narrowgauge.runs.text import plural
 
 
 def check(
@@ -87,17 +86,9 @@ def check(
             "Pass both.",
         )
     setup = setup_of(model, optimizer)
-    result = Readings(setup_readings(setup))
-    if not setup.outside.keys().isdisjoint(setup.parameters):
-        words = "the loop copies them after the step; ng.watch sees it"
-        result.unseen["whether weights follow their masters"] = words
+    result = Readings()
+    add_setup(setup, result)
     gradients = {}
-    missing = setup.missing
-    if missing and "missing-parameters" not in [reading.what for reading in result]:
-        words = "in none of the optimizers passed: pass all in a list"
-        result.unseen[f"the step of {of_all(missing)}"] = words
-    held = plural(len(setup.trained), "tensor")
-    result.looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
     if loss is not None:
         began = time.perf_counter()
         gradients = _compare(setup, batch, loss, backward, result)
@@ -105,16 +96,20 @@ def check(
             result.lines.append(f"the passes took {time.perf_counter() - began:.2g} s")
         result = all_ranks().gather(result)[0]  # every rank returns the same
     add_stored(setup, gradients, result)
-    return Readings(result.readings, result.lines, result.looked_at, result.unseen)
+    return result
 
 
 def _compare(
     setup: TrainingSetup, batch: Any, loss: Loss, backward: Backward | None, result: Readings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
+    on_meta = of_all(name for name, p in setup.parameters.items() if p.is_meta)
+    if on_meta:
+        words = f"Cannot compare gradients because the device meta has no values of {on_meta}."
+        raise RecipeError(words, "Load the weights first, or check without batch=.")
     leaves = setup.outside  # masters, which have their weights' names
     for name, p in setup.parameters.items():
-        if p.requires_grad and not p.is_meta:
+        if p.requires_grad:
             leaves[name] = p
     for p in leaves.values():
         if is_sharded(p) or isinstance(getattr(p, "main_grad", None), Tensor):

@@ -88,9 +88,6 @@ class Operation:
         results = set(map(storage_key, tensors_in(self.result)))
         return bool(results) and not self.written and results <= storages
 
-    def __str__(self) -> str:
-        return f"{self.name} in {self.site}"
-
 
 class PolicyMode(TorchDispatchMode):
     """Run each operation, and ask each policy before and after it.
@@ -157,7 +154,6 @@ class PolicyMode(TorchDispatchMode):
         if line:  # forward, a recomputed forward, or a backward that the user wrote
             self._lines[torch_names.next_sequence_number()] = line
         else:
-            is_backward = True
             node = torch_names.autograd_node()
             if node is None or "AccumulateGrad" in node.name():
                 return SUM, True

@@ -161,13 +161,12 @@ class Passes:
             is_alone: each process makes the pass for itself.
             has_constants: what is detached is a constant for the shadow.
         """
-        changed: list[str] = []
         gradients = {}
         shadows = {}
         value = math.nan
         with ExitStack() as undo:
             undo.enter_context(preserve_model(self.model, self.leaves.values()))
-            undo.enter_context(_weights_put_back(self.leaves, changed))
+            changed = undo.enter_context(_weights_put_back(self.leaves))
             undo.enter_context(_scalers_put_back())
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -190,11 +189,12 @@ class Passes:
 
 
 @contextmanager
-def _weights_put_back(leaves: Mapping[str, Any], changed: list[str]) -> Iterator[None]:
-    """Restore weights, and add the names of those that changed to a list."""
+def _weights_put_back(leaves: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Restore weights, and fill the list with the names of those that changed."""
+    changed = list[str]()
     copies = {name: p.detach().clone() for name, p in leaves.items()}
     try:
-        yield
+        yield changed
     finally:
         for name, values in copies.items():
             p = leaves[name].detach()

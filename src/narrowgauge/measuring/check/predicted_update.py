@@ -73,7 +73,7 @@ Copies = dict[tuple[Any, ...], Copy]
 
 
 def predict(
-    stepped: OptimizedParameter, gradient: Tensor | None = None, copies: Copies | None = None
+    stepped: OptimizedParameter, gradient: Tensor | None, copies: Copies
 ) -> tuple[Row, str]:
     """Predict what is stored of a tensor's next update.
 
@@ -85,7 +85,6 @@ def predict(
         the reason why a share is not known; empty if all are.
     """
     _, p, group, optimizer = stepped
-    copies = {} if copies is None else copies
     rate = _rate(stepped)
     matrix = _size_of_matrix(stepped)
     key = id(group), p.dtype, p.numel() >= LARGE, bool(matrix)
@@ -224,25 +223,22 @@ def add_stored(setup: TrainingSetup, gradients: Mapping[str, Tensor], result: Re
     """Add a reading of each share that storage loses, and the table of what trains, the least shares
     first. A tensor whose step is lost is named once: its shares have one cure.
     """
-    names_of: dict[Any, list[str]] = {}
-    rows = {}
+    rows: dict[Any, Row] = {}
     copies: Copies = {}
     lost: dict[str, dict[str, float]] = {}
     for stepped in setup.trained:
         name = stepped.name
         gradient = gradients.get(name, gradient_of(stepped.parameter))
         row, reason = predict(stepped, gradient, copies)
-        key = (*row.values(),)
-        rows[key] = row
-        names_of.setdefault(key, []).append(name)
+        rows.setdefault((*row.values(),), {**row, "trains": []})["trains"].append(name)
         if reason:
             result.unseen[f"updates by {row['optimizer']}"] = reason
         for share, kind in SHARES.items():
             if row[share] is not None and row[share] < MIN_EDQ:
                 lost.setdefault(kind, {})[name] = row[share]
                 break
-    for key, row in rows.items():
-        row["trains"] = of_all(names_of[key])
+    for row in rows.values():
+        row["trains"] = of_all(row["trains"])
     by_share = sorted(rows.values(), key=lambda row: (row["step"] is None, row["step"]))
     result.lines = [*Table(by_share, _SHOWN).plain().splitlines(), *result.lines]
     for kind, values in lost.items():

@@ -66,7 +66,6 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
         raise ArithmeticError("no gradient is seen, or none is followed")
     number_read = plural(len(errors), "tensor")
     if not error and first.is_zero:
-        result.lines.append(f"gradients of {number_read}: all are exactly zero")
         raise ArithmeticError(IS_ZERO)
     worst = max(errors, key=errors.__getitem__)
     result.lines.append(
@@ -149,9 +148,10 @@ def _ranked(
     sites = list(rest)
     if error <= (OF_FLOAT32 if shadow.coarsest[0] == FINEST else RANKED) * unit:
         sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
-    number = PLACES if all_ranks().size == 1 else 0  # ranks would take turns of their own
     unexplained = error
-    while sites and number and unexplained > unit:
+    for _ in range(PLACES if all_ranks().size == 1 else 0):  # ranks would take turns of their own
+        if not sites or unexplained <= unit:
+            break
         size = unexplained
         while len(sites) > 1:
             half = sites[: len(sites) // 2]
@@ -166,7 +166,6 @@ def _ranked(
         rest.remove(sites[0])
         sites = list(rest)
         unexplained = math.sqrt(max(0.0, unexplained**2 - size**2))
-        number -= 1
 
 
 def _add_casts(shadow: Float64Shadow, is_small: bool, result: Readings) -> None:

@@ -170,11 +170,11 @@ def compare_slope(passes: Passes, result: Readings) -> None:
     batch = concatenated(passes.all_parts)
     if batch is None:
         batch = passes.all_parts[0]
-    along = Along(passes, batch, True)
-    slope = along.whole()
-    if slope.differs:
-        along = Along(passes, batch, False)
+    for has_constants in (True, False):
+        along = Along(passes, batch, has_constants)
         slope = along.whole()
+        if not slope.differs:
+            break
     if slope.differs and along.quantizers:
         raise ArithmeticError(
             f"not followed through the roundings of {', '.join(along.quantizers)}"

@@ -110,9 +110,7 @@ def _compare(passes: Passes, step: Gradients, plain: Pass, result: Readings) -> 
     result.lines.append(
         f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
     )
-    if differing and not terms:
-        terms = _terms(passes)
-    if differing and terms and _is_of_parts(step, exact, terms, differing):
+    if differing and _is_of_parts(step, exact, terms or _terms(passes), differing):
         return exact
     differing.sort(key=lambda name: -round(distances[name], 6))
     _add_differing(step, exact, differing, result)
@@ -121,21 +119,20 @@ def _compare(passes: Passes, step: Gradients, plain: Pass, result: Readings) -> 
 
 def _add_differing(step: Gradients, exact: Gradients, names: list[str], result: Readings) -> None:
     """Tell gradients that are not the plain loss's: those with one factor are one reading."""
-    limits: dict[str, tuple[float, float]] = {}
-    answers: dict[str, list[str]] = {}
+    answers: dict[str, tuple[float, float, list[str]]] = {}
     for name in names:
         length = exact[name].norm()
         factor = float((step[name] * exact[name]).sum() / exact[name].square().sum())
         rest = float((step[name] - factor * exact[name]).norm() / length)
         words = "not a multiple of the plain loss's"
-        limit = float((step[name] - exact[name]).norm() / length), 0.0
+        value = float((step[name] - exact[name]).norm() / length)
+        expected = 0.0
         if rest <= SAME * abs(factor):
             words = f"{factor:.6g} times the plain loss's"
-            limit = round(factor, 9), 1.0
-        limits.setdefault(words, limit)
-        answers.setdefault(words, []).append(name)
-    for words, tensors in answers.items():
-        value, expected = limits[words]
+            value = round(factor, 9)
+            expected = 1.0
+        answers.setdefault(words, (value, expected, []))[2].append(name)
+    for words, (value, expected, tensors) in answers.items():
         result.lines.append(f"  {of_all(tensors)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
             reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
@@ -156,7 +153,7 @@ def _is_of_parts(step: Gradients, exact: Gradients, terms: list[Pass], names: li
     """Return whether a step is the mean over its micro-batches, and the gradient of the whole batch is
     not a sum of theirs, as for a contrastive loss.
     """
-    if not all(term.shadows.keys() >= {*names} for term in terms):
+    if not terms or not all(term.shadows.keys() >= {*names} for term in terms):
         return False
     parts = torch.stack([_joined(term.shadows, names) for term in terms], 1)
     stepped = _joined(step, names)

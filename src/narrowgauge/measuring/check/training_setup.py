@@ -1,7 +1,7 @@
 """A user's set-up: a model and its optimizers, and what is surely wrong before a step."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import Readings, of_all
 from narrowgauge.measuring.samples import take
 from narrowgauge.measuring.unit_roundoff import unit_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
+from narrowgauge.runs.text import plural
 from narrowgauge.torch_support.torch_names import inner_name, unwrapped_optimizer
 
 NARROW_WEIGHTS = (torch.bfloat16, torch.float16)
@@ -117,23 +118,32 @@ def sample_elements(tensor: Tensor) -> Tensor:
 # ── readings ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def setup_readings(setup: TrainingSetup) -> Iterator[Reading]:
-    """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers.
+def add_setup(setup: TrainingSetup, result: Readings) -> None:
+    """Tell parameters in no optimizer, listed twice, not finite or untied, and rounded buffers.
 
     Optimizers that hold trained tensors of the model alone may be some of several.
     """
     parameters = setup.parameters
+    masters = setup.outside.keys()
+    missing = setup.missing
+    held = plural(len(setup.trained), "tensor")
+    result.looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
+    if not masters.isdisjoint(parameters):
+        words = "the loop copies them after the step; ng.watch sees it"
+        result.unseen["whether weights follow their masters"] = words
+    if missing and setup.trained and masters <= parameters.keys():
+        words = "in none of the optimizers passed: pass all in a list"
+        result.unseen[f"the step of {of_all(missing)}"] = words
+        missing = []
     counts = Counter(id(p.parameter) for p in setup.stepped)
     tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
     faults = {
-        "missing-parameters": [],
+        "missing-parameters": missing,
         "parameters-twice": [name for name, p in parameters.items() if counts[id(p)] > 1],
         "nonfinite": [],
         "untied": [],
         "rounded-buffers": _rounded_buffers(setup.model),
     }
-    if not setup.trained or setup.outside.keys() - parameters.keys():
-        faults["missing-parameters"] = setup.missing
     for name, p in parameters.items():
         if p.dtype in TRAINED and not p.is_meta:
             largest = largest_magnitude(local_of(p))
@@ -145,7 +155,7 @@ def setup_readings(setup: TrainingSetup) -> Iterator[Reading]:
     for what, names in faults.items():
         if names:
             stage = "start" if what == "nonfinite" else ""
-            yield measured(what, names, len(names), 0, stage=stage)
+            result.add(what, names, len(names), stage=stage)
 
 
 def _is_copy(p: Tensor, table: Tensor) -> bool:

@@ -18,7 +18,7 @@ class DeviceScalars:
 
     def set(self, what: str, names: Iterable[str], values: Tensor) -> None:
         """Add one number a name; a later one replaces it."""
-        self._parts.append((what, [*names], values.detach().reshape(-1).float()))
+        self._parts.append((what, [*names], values.reshape(-1).float()))
 
     def send(self) -> None:
         """Start the copy to the host."""

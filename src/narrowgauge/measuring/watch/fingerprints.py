@@ -12,6 +12,7 @@ it depends neither on sharding nor on which rank computed which micro-batch.
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -155,10 +156,8 @@ class Fingerprints:
         return _entries_of(tensors)
 
     def end(self) -> None:
-        """Record nothing more."""
+        """Remove the hooks of a pass."""
         self._pass.close()
-        self.every = 0
-        self._is_on = False
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -206,18 +205,18 @@ def _joined(of_ranks: list[Entries]) -> Entries:
     on all, or parts, or replicas that differ. Where ranks differ, the last field is the hash of each.
     """
     joined = Entries()
-    for key in {key: None for entries in of_ranks for key in entries}:
+    for key in dict.fromkeys(chain.from_iterable(of_ranks)):
         parts = [entries[key] for entries in of_ranks if key in entries]
         number, square, numel, dtype = parts[0]
-        hashes = [part[0] for part in parts]
-        is_batch = key.startswith(("tokens:", "output:"))
-        if is_batch or len(set(hashes)) > 1:
+        hashes, squares, sizes, _ = zip(*parts, strict=True)
+        is_unlike = len(set(hashes)) > 1
+        if is_unlike or key.startswith(("tokens:", "output:")):
             number = combine(hashes)
-            square = sum(part[1] for part in parts)
-            numel = sum(part[2] for part in parts)
+            square = sum(squares)
+            numel = sum(sizes)
         joined[key] = [number, square**0.5, numel, dtype]
-        if len(set(hashes)) > 1:
-            joined[key].append(hashes)
+        if is_unlike:
+            joined[key].append([*hashes])
     return joined
 
 

@@ -13,7 +13,6 @@ the loop.
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -65,24 +64,22 @@ class LoopHooks:
         self.say = say
         self.ranks = all_ranks()
         self.listeners: list[Any] = []
-        self._undo = ExitStack()
         self._depth: Counter[Optimizer] = Counter()
         before = OwnHook(self._before_pass)
-        handles = [called.register_forward_pre_hook(before, with_kwargs=True)]
+        self._handles = [called.register_forward_pre_hook(before, with_kwargs=True)]
         # A compiler that traces the step skips the hooks.
         enter = OwnHook(torch.compiler.disable(self._enter))
         leave = OwnHook(torch.compiler.disable(self._leave))
         for optimizer in optimizers:
-            handles.append(optimizer.register_step_pre_hook(enter))
-            handles.append(optimizer.register_step_post_hook(leave))
-        for handle in handles:
-            self._undo.callback(handle.remove)
+            self._handles.append(optimizer.register_step_pre_hook(enter))
+            self._handles.append(optimizer.register_step_post_hook(leave))
 
     def close(self) -> None:
         """End all listeners, and remove every hook."""
         while self.listeners:
             self.listeners.pop().end()
-        self._undo.close()
+        for handle in self._handles:
+            handle.remove()
 
     def guard(self, listener: Any, call: Callable[..., object], *args: Any) -> None:
         """Call a method of a listener. An error ends the listener instead of the loop."""

@@ -31,7 +31,6 @@ from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 STEPS = "steps of the optimizer"
 STORED = STEP["stored"].area
 CLEARED = "gradients that were not cleared"
-_NOTHING: tuple[Any, ...] = (None, "", {})
 
 
 class Meter:
@@ -72,10 +71,12 @@ class Meter:
         self._is_whole = not any(map(is_sharded, self.names))
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
-        self._ranks = RankSums(hooks.ranks, self.names) if hooks.ranks.size > 1 else None
-        if self._ranks is not None and not self._ranks.whole:
-            self._ranks = None
-            self.unseen.setdefault("weights of ranks", "ranks hold other tensors")
+        self._ranks = None
+        if hooks.ranks.size > 1:
+            self._ranks = RankSums(hooks.ranks, self.names)
+            if not self._ranks.whole:
+                self._ranks = None
+                self.unseen["weights of ranks"] = "ranks hold other tensors"
         self._follow_probe()
         hooks.listeners.append(self)
 
@@ -129,10 +130,11 @@ class Meter:
             return call(*args)
         except Exception as error:
             self._ended.add((what, part))
-            self.unseen[what] = words_of(error)
+            words = words_of(error)
             if not isinstance(error, ArithmeticError):  # that is no fault of ours
-                self.unseen[what] = f"from step {self.number + 1} on: {words_of(error)}"
+                words = f"from step {self.number + 1} on: {words}"
                 self.hooks.say(failure_of(f"{self.title} of {what}", error), what)
+            self.unseen[what] = words
 
     # ── whether gradients were cleared ────────────────────────────────────────────────────────────
 
@@ -169,7 +171,7 @@ class Meter:
             self._kept = (self._kept != 0) & before.any()
 
     def _gradient_of_probe(self) -> Tensor | None:
-        gradient = None if self._probe is None else gradient_of(self._probe)
+        gradient = getattr(self._probe, "grad", None)
         return None if gradient is None or gradient.is_sparse else take(gradient)
 
     # ── before a step ─────────────────────────────────────────────────────────────────────────────
@@ -211,23 +213,23 @@ class Meter:
                     dense[p] = gradient
         if parts:
             norms = norms_of([*parts.values()])
-            self._look_at_weights([*parts.values()], norms)
+            # A GPU is not waited for.
+            if norms.device.type == "cpu" and not bool(norms.isfinite().all()):
+                self._count_bad(parts)
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", parts, norms if scale is None else norms / scale)
         return dense
 
-    def _look_at_weights(self, parts: list[Tensor], norms: Tensor) -> None:
-        """Look for a weight that is not finite, where a gradient is not, and count the values of the first
-        tensor. A GPU is not waited for.
-        """
-        if norms.device.type == "cpu" and not bool(norms.isfinite().all()):
-            for p, name in self.names.items():
-                count = int((~local_of(p).isfinite()).sum())
+    def _count_bad(self, gradients: Mapping[str, Tensor]) -> None:
+        """Count the values that are not finite of the first weight that has any, or else gradient."""
+        weights = {name: local_of(p) for p, name in self.names.items()}
+        for tensors in (weights, gradients):
+            for name, x in tensors.items():
+                count = int((~x.isfinite()).sum())
                 if count:
-                    self._row |= {"bad_weight": name, "bad_values": count}
+                    self._row["bad_values"] = count
+                    self._row["bad_weight"] = name if tensors is weights else None
                     return
-            first = int((~norms.isfinite()).nonzero()[0])
-            self._row["bad_values"] = int((~parts[first].isfinite()).sum()) or None
 
     def _take_masters(self) -> None:
         """Look for frozen weights whose master moves by more than their rounding."""
@@ -252,8 +254,7 @@ class Meter:
             self._measure("jumps of weights", self._take_size, sample, names)
             # Ours have an audit. Masters may be made in a first step, so it is not repeated.
             if self.number and not isinstance(optimizer, Optimizer):
-                kind = type(optimizer)
-                what = f"{STORED} by {kind.__module__.partition('.')[0]}.{kind.__name__}"
+                what = f"{STORED} by {type(optimizer).__name__}"
                 args = what, optimizer, sample, names
                 self._measure(what, self._take_stored, *args, part=sample.kind)
         self._samples = []
@@ -263,9 +264,7 @@ class Meter:
         if self._ranks is not None:
             self._measure("ranks", self._ranks.take_weights)
             is_broken = ("ranks", None) in self._ended
-            for what, flags in self._ranks.compare(is_broken, self.number).items():
-                names = [*self._ranks.whole] if what != "same_data" else [""]
-                self._numbers.set(what, names, flags)
+            self._ranks.compare(is_broken, self.number, self._numbers)
         self._numbers.send()
 
     def _after(self, optimizer: AnyOptimizer) -> None:
@@ -306,13 +305,14 @@ class Meter:
     def end_step(self, given_row: Row) -> None:
         """End a step, and give its row to the listener. Numbers from the loop come first."""
         self.number += 1
-        row = {"seconds": time.perf_counter() - self._began, "limit": self.limit, **self._row}
+        seconds = time.perf_counter() - self._began
+        row = {"step": self.number, "seconds": seconds, "limit": self.limit, **self._row}
         if self.has_stepped:
             self._measure("steps", lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped:
             self._measure("steps", self._add_skipped, row)
-        row = {"step": self.number} | row | given_row
-        self.last = {name: x for name, x in row.items() if x not in _NOTHING}
+        row |= given_row
+        self.last = {name: x for name, x in row.items() if x is not None}
         self._begin()
         if self._probe is not None:
             self._weight = take(self._probe)
@@ -341,7 +341,7 @@ class Meter:
         for name, meant in read["meant"].items():
             if 0 < meant < math.inf and self._measures[name] not in self._ended:
                 shares.setdefault(name, read["stored"][name] / meant)
-        return {"stored": shares, "behind": behind or None}
+        return {"stored": shares or None, "behind": behind or None}
 
     def _measured(self, read: Mapping[str, dict[str, float]]) -> Row:
         norms = read["norm"]
@@ -361,8 +361,7 @@ class Meter:
             row["largest_in"] = max(sizes, key=sizes.__getitem__)
             row["largest"] = sizes[row["largest_in"]]
         if self._is_whole and ("gradients", None) not in self._ended:
-            row["missing"] = self._row["missing"]
-            if not norms and not row["missing"]:
+            if not norms and not self._row["missing"]:
                 row["missing"] = [""]
             row["arrived"] = math.hypot(*norms.values()) * read["control"].get("clip", 1.0)
         return row

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.distributed.ranks import Ranks, unlike
 from narrowgauge.measuring.check.dispatch import tensors_in
 from narrowgauge.measuring.samples import decoded
+from narrowgauge.measuring.watch.device_scalars import DeviceScalars
 from narrowgauge.numerics.dtensor import is_sharded
 
 
@@ -25,7 +26,6 @@ class RankSums:
 
     Attributes:
         whole: the compared parameters, by name.
-        has_data: the model was called with a tensor in this step.
     """
 
     def __init__(self, ranks: Ranks, names: Mapping[Tensor, str]) -> None:
@@ -34,59 +34,54 @@ class RankSums:
         for p, name in names.items():
             if p.requires_grad and p.numel() and not is_sharded(p):
                 self.whole[name] = p
-        shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
-        if any(map(shapes.__ne__, ranks.gather(shapes))):
+        if unlike({name: tuple(p.shape) for name, p in self.whole.items()}):
             self.whole = {}
-        self._sums = torch.zeros(2, len(self.whole), dtype=torch.int64, device=ranks.device)
-        self._data = self._sums.new_zeros(2, 1)
-        self.has_data = self._has_parts = False
+        # Gradients and, last, the data; weights and, last, whether this rank has an error.
+        self._sums = torch.zeros(2, len(self.whole) + 1, dtype=torch.int64, device=ranks.device)
+        self._has_data = self._has_parts = False
         if self.whole:
             self.take_weights()
-        self._parts = self._unlike(self._sums)[1] != 0
+        self._parts = self._unlike(self._sums)[1, :-1] != 0
 
     def add_data(self, inputs: Any) -> None:
         """Sum the bits of the inputs of a forward pass."""
         for x in tensors_in(inputs):
-            self._data += bits(x).to(self._data.device)
-            self.has_data = True
+            self._sums[0, -1] += bits(x).to(self._sums.device)
+            self._has_data = True
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Sum the bits of an optimizer's dense gradients."""
         sums = []
         for p in self.whole.values():
             sums.append(bits(gradients[p]) if p in gradients else self._sums.new_zeros(()))
-        self._sums[0] += torch.stack(sums).to(self._sums.device)
+        self._sums[0, :-1] += torch.stack(sums).to(self._sums.device)
 
     def take_weights(self) -> None:
         """Sum the bits of the weights."""
-        self._sums[1] = torch.stack([*map(bits, self.whole.values())])
+        self._sums[1, :-1] = torch.stack([*map(bits, self.whole.values())])
 
-    def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
-        """Return which gradients and which weights differ between ranks: 0 for alike, the only other
-        rank, counted from 1, or -1. After an error on one rank nothing differs. Return whether the
-        data are alike; parts of a tensor may have the same.
+    def compare(self, is_broken: bool, number: int, numbers: DeviceScalars) -> None:
+        """Add to the numbers which gradients and which weights differ between ranks: 0 for alike, the
+        only other rank, counted from 1, or -1. After an error on one rank nothing differs. Add whether
+        the data are alike; parts of a tensor may have the same.
 
         Args:
             is_broken: this rank has nothing to compare, after an error.
             number: steps that are done.
         """
-        errors = torch.full_like(self._data, is_broken)
-        unlike = self._unlike(torch.cat([self._sums, self._data, errors], 1))
+        self._sums[1, -1] = is_broken
+        differing = self._unlike(self._sums)
         self._sums.zero_()
-        self._data.zero_()
-        is_error = unlike[:, -1:] != 0
-        unsummed, differing = unlike[:, :-2].masked_fill(is_error, 0)
+        is_same = (differing[:, -1] == 0).all()  # the data, without an error
+        unsummed, apart = differing[:, :-1].masked_fill(differing[1, -1] != 0, 0)
         if number == 0:
             self._parts &= unsummed != 0
             self._has_parts = bool(self._parts.any())
-        flags = {
-            "unsummed": unsummed.masked_fill(self._parts, 0),
-            "apart": differing.masked_fill(self._parts, 0),
-        }
-        if self.has_data and not self._has_parts:
-            flags["same_data"] = (unlike[0, -2] == 0) & ~is_error[0]
-        self.has_data = False
-        return flags
+        numbers.set("unsummed", self.whole, unsummed.masked_fill(self._parts, 0))
+        numbers.set("apart", self.whole, apart.masked_fill(self._parts, 0))
+        if self._has_data and not self._has_parts:
+            numbers.set("same_data", [""], is_same)
+        self._has_data = False
 
     def _unlike(self, values: Tensor) -> Tensor:
         """Return which values differ between ranks, as :meth:`compare` says: their largest and their
@@ -102,13 +97,11 @@ class RankSums:
         is_lone = counts.flip(0) == self._ranks.size - 1
         lone = (is_lone * ranks).sum(0)
         is_shared = (lone == 0) | is_lone.all(0)  # of two ranks, each is the other
-        unlike = lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
-        return unlike
+        return lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
 
 
 def bits(x: Tensor) -> Tensor:
     """Return the sum of all bits of a tensor, in words of 64: exact in any order."""
     parts = decoded(x).flatten().view(torch.uint8)
     words = torch.nn.functional.pad(parts, (0, -parts.numel() % 8))  # a copy, which is aligned
-    total = words.view(torch.int64).sum()
-    return total
+    return words.view(torch.int64).sum()

@@ -218,12 +218,11 @@ class RunRecorder:
             raise RecordError(words, "Call recorder.go_back(step) first.")
         if self.folder is not None or self._on_row is not None:
             row = columns_of(self.model, self.optimizer) | row
-        if row.get("tokens", 0) > self._tokens and row["seconds"]:
-            row.setdefault("tokens_per_second", (row["tokens"] - self._tokens) / row["seconds"])
-        self._tokens = row.get("tokens", self._tokens)
-        row = shortened(row)
-        self._append("steps", row)
-        self._read(StepMetrics.of(row))
+        tokens = row.get("tokens", self._tokens)
+        if tokens > self._tokens and row["seconds"]:
+            row.setdefault("tokens_per_second", (tokens - self._tokens) / row["seconds"])
+        self._tokens = tokens
+        self._read(self._append("steps", shortened(row)))
         if self.num_steps >= SEEN_AT:
             self._tell_unseen()
         for row in self._prints.take(self.num_steps):
@@ -246,8 +245,7 @@ class RunRecorder:
         as a step's.
         """
         row = {"step": self.num_steps, "val_loss": loss, "tokens": self._tokens or None}
-        self._append("evals", row)
-        self._read(StepMetrics.of(row))
+        self._read(self._append("evals", row))
         self.meter.restart_clock()
 
     def event(self, what: str, words: str, **fields: Any) -> None:
@@ -329,15 +327,18 @@ class RunRecorder:
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
-    def _append(self, kind: str, row: Row) -> None:
-        written = plain(row)
+    def _append(self, kind: str, row: Row) -> Row:
+        """Write a row, and return it as written."""
+        row = plain(row)
         if self._record is not None:
-            written = self._record.append(kind, row)
+            self._record.append(kind, row)
         if self._on_row is not None and kind != "fingerprints" and self._ranks.is_first:
-            self._on_row(kind, written)
+            self._on_row(kind, row)
+        return row
 
-    def _read(self, step: StepMetrics) -> None:
-        """Let the laws read a step, and log and show what is new."""
+    def _read(self, row: Row) -> None:
+        """Let the laws read the row of a step or an evaluation, and log and show what is new."""
+        step = StepMetrics.of(row)
         sentences = []
         place = f"step {step.step}"
         for reading in self.laws.fresh(step):

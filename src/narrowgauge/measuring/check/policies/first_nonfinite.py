@@ -45,7 +45,7 @@ class FirstNonfinite:
             for kind, count in _counts(x).items():
                 if kind not in before:
                     where = f"{count} of {x.numel()} values ({dtype_name(x.dtype)})"
-                    self.made.setdefault(kind, f"{op} made {kind} in {where}")
+                    self.made.setdefault(kind, f"{op.name} in {op.site} made {kind} in {where}")
 
 
 def _counts(x: torch.Tensor) -> dict[str, int]:
