@@ -123,7 +123,7 @@ def test_what_a_class_of_the_users_own_keeps_is_measured(rounding):
     before = torch.get_rng_state()
     assert low_bits_kept(stepped.optimizer, stepped.group, weight) == KEPT[rounding]
     row, reason = predict(stepped, None, {})
-    assert (row["step"] == 1.0) == KEPT[rounding] and not reason
+    assert (row["stored_of_step"] == 1.0) == KEPT[rounding] and not reason
     assert torch.equal(before, torch.get_rng_state()) and not stepped.optimizer.state
 
 
@@ -143,7 +143,7 @@ def test_a_second_moment_that_never_changes_is_named(beta2, share):
     """In float32 too, where the second beta is 1."""
     weight = nn.Parameter(torch.randn(64))
     optimizer = torch.optim.AdamW([weight], betas=(0.9, beta2))
-    assert predictions(nn.ParameterList([weight]), optimizer)[0]["second_moment"] == share
+    assert predictions(nn.ParameterList([weight]), optimizer)[0]["of_second_moment"] == share
 
 
 class Unheard(torch.optim.Optimizer):
@@ -156,7 +156,7 @@ def test_a_second_moment_in_codes_is_not_judged_as_one_in_16_bits():
     for rows, moment in ((8, 0.0), (64, None)):
         model = nn.Linear(64, rows, bias=False).bfloat16()
         (row,) = predictions(model, low_bit.AdamW8bit(model.parameters()))
-        assert row["second_moment"] == moment
+        assert row["of_second_moment"] == moment
 
 
 def test_what_is_not_predicted_is_named():

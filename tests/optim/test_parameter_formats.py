@@ -103,7 +103,9 @@ def test_parameters_that_a_wrapper_holds_stay_in_float32(wrap, storage, row):
     """One line trains them in the usual order. The warning says what it costs."""
     model = wrap(Model())
     theirs = wrap(Model())
-    with pytest.warns(UserWarning, match=f"Kept float32 weights as they are.* '{row}' takes") as told:
+    with pytest.warns(
+        UserWarning, match=f"Kept float32 weights as they are.* '{row}' takes"
+    ) as told:
         optimizer = ng.AdamW(model.parameters(), lr=1e-2, storage=storage)
     assert [warning.filename for warning in told] == [__file__]
     assert {group["storage"] for group in optimizer.param_groups} == {row}

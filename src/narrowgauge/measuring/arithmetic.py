@@ -11,7 +11,6 @@ drawn and no setting changed.
 import hashlib
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,10 +20,10 @@ def fixed_numbers() -> Tensor:
     """Return float32 ``[64, 1024]`` in (-1, 1) without a pattern, with too many bits for exact
     sums; on the CPU.
     """
-    state = np.arange(1, 64 * 1024 + 1, dtype=np.int64)
+    state = torch.arange(1, 64 * 1024 + 1, device="cpu")
     for _ in range(3):
         state = (state * 48271 + 69621) % (2**31 - 1)
-    return torch.from_numpy(((state % 2**20 / 2**19 - 1) ** 3).astype(np.float32).reshape(64, 1024))
+    return (((state % 2**20).double() / 2**19 - 1) ** 3).float().view(64, 1024)
 
 
 def _multiply_add(x: Tensor) -> Tensor:

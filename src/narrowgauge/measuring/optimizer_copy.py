@@ -35,8 +35,7 @@ VALUE = -1.5
 RATE = 2.0**-10
 """At which the size of a class's step over its rate is measured."""
 PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, set, frozenset, type, Enum, torch.dtype, torch.device,
-    FunctionType, BuiltinFunctionType,
+    type(None), int, float, str, set, type, Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType,
 )  # fmt: skip
 """Types whose copies share nothing that a step changes."""
 _OF_THE_COPY = ("state", "param_groups", "step")  # a schedule replaces the step by a method
@@ -148,8 +147,7 @@ def low_bits_kept(optimizer: AnyOptimizer, group: Mapping[str, Any], p: Tensor) 
 
     def changes(weights: Tensor, rate: float) -> list[float]:
         """Return the mean change of each step, without a decay."""
-        options = {"lr": rate, "weight_decay": 0.0}
-        copied = OptimizerCopy(optimizer, group, weights, options=options)
+        copied = OptimizerCopy(optimizer, group, weights, options={"lr": rate, "weight_decay": 0.0})
         return [float(copied.step(gradient).mean()) for _ in range(PROBES)]
 
     with no_trace():

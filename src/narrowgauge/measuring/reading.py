@@ -167,17 +167,9 @@ class Readings(Sequence[Reading]):
         self.looked_at = looked_at
         self.unseen = dict(unseen or {})
 
-    def add(
-        self,
-        what: str,
-        tensors: Any,
-        value: float,
-        expected: float = 0.0,
-        bound: float | None = None,
-        stage: str = "",
-    ) -> None:
-        """Add a reading in its place."""
-        reading = measured(what, tensors, value, expected, bound, stage=stage)
+    def add(self, what: str, tensors: Any, value: float, *limits: float, stage: str = "") -> None:
+        """Add a reading, with its expected value, 0 if left out, and its bound."""
+        reading = measured(what, tensors, value, *(limits or (0.0,)), stage=stage)
         self.readings = in_order([*self.readings, reading])
 
     @property

@@ -125,8 +125,7 @@ def _compare(
     passes.all_parts = [*chain.from_iterable(all_ranks().gather(parts))]
     first = passes.run(passes.step, Float64Shadow(), passes.nonfinite)
     if first.changed:
-        names = of_all(first.changed)
-        result.unseen["the gradient"] = f"{names} moved within the backward pass"
+        result.unseen["the gradient"] = f"{of_all(first.changed)} moved within the backward pass"
         return {}
     add_nonfinite(passes, first, result)
     areas = {

@@ -33,6 +33,7 @@ ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 """Operations that leave their results unwritten."""
 SUM = "the sum of micro-batches or uses"
 UNKNOWN = "an unknown line"
+BACKWARD = ", backward"
 _OVERWRITES = ("fill_", "zero_", "set_", "_foreach_zero_", "copy_")
 
 
@@ -46,15 +47,16 @@ class Operation:
         arguments: by their names in the schema.
         layer: the call of one of our narrow layers, whose products are one operation. Their
             arguments are as before their casts.
-        site: the line, and ``is_backward`` whether that is in backward.
+        site: the line, and whether that is in backward, as ``is_backward`` says.
         draws: whether its result is random numbers; a dropout's mask is one of its results.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, site: tuple[str, bool]) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, site: str) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.site, self.is_backward = site
+        self.site = site
+        self.is_backward = site.endswith(BACKWARD)
         self.result: Any = None
         self.arguments: dict[str, Any] = {}
         self.operands = self.read = tensors_in((args, kwargs))
@@ -148,35 +150,34 @@ class PolicyMode(TorchDispatchMode):
         with torch_names.no_modes(), torch.autocast(args[0].device.type, enabled=False):
             return self._asked(Operation(run, args, {}, site))
 
-    def _site(self) -> tuple[str, bool]:
-        """Return the site of the current operation, and whether it is in backward."""
-        line, is_backward = _user_line()
+    def _site(self) -> str:
+        """Return the site of the current operation."""
+        line = _user_line()
         if line:  # forward, a recomputed forward, or a backward that the user wrote
             self._lines[torch_names.next_sequence_number()] = line
-        else:
-            node = torch_names.autograd_node()
-            if node is None or "AccumulateGrad" in node.name():
-                return SUM, True
-            number = torch_names.sequence_number(node)
-            line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
-        return (f"{line}, backward" if is_backward else line), is_backward
+            return line
+        node = torch_names.autograd_node()
+        if node is None or "AccumulateGrad" in node.name():
+            return SUM
+        number = torch_names.sequence_number(node)
+        return (self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN) + BACKWARD
 
 
-def _user_line() -> tuple[str, bool]:
-    """Return the innermost line of the user, and whether it is in a backward. The line is empty in a
-    backward that has no frame of the user.
+def _user_line() -> str:
+    """Return the site of the innermost line of the user; empty in a backward that has no frame of the
+    user.
     """
     for frame, number in walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_name == "_engine_run_backward":
-            return "", True
+            return ""
         if not code.co_filename.startswith(_SKIPPED):
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
             name = name.replace("<locals>.", "")
             line = f"{name} ({os.path.basename(code.co_filename)}:{number})"
             is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
-            return line, is_backward
-    return UNKNOWN, False
+            return line + BACKWARD if is_backward else line
+    return UNKNOWN
 
 
 def is_in_autograd_function() -> bool:

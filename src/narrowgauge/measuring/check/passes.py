@@ -29,7 +29,7 @@ from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.preserve import generator_states, preserve_model
 
 Loss = Callable[[nn.Module, Any], Any]
-Backward = Callable[[nn.Module, Any], Any]
+Backward = Loss
 Gradients = dict[str, Tensor]
 IS_ZERO = "it is exactly zero: take a batch whose loss has a gradient"
 """Why nothing of a gradient was compared."""
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
     @property
     def is_zero(self) -> bool:
         """Return whether the gradients that are followed are exactly zero without roundings."""
-        return bool(self.shadows) and not any(bool(x.any()) for x in self.shadows.values())
+        return bool(self.shadows) and not any(x.any() for x in self.shadows.values())
 
 
 class Constants(TorchFunctionMode):
@@ -129,14 +129,13 @@ class Passes:
         """Return the loss of the model without wrappers, such as DistributedDataParallel."""
         return self.loss(torch_names.unwrapped_model(self.model), batch)
 
-    def plain(self, batch: Any, factor: float = 1.0) -> Callable[[], Tensor]:
+    def plain(self, batch: Any, factor: float = 1.0) -> Callable[[], Any]:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
 
-        def call() -> Tensor:
+        def call() -> Any:
             value = self.plain_loss(batch)
             start = torch.full_like(value, factor)
-            nodes = torch_names.graph_nodes(value)
-            if any("CheckpointFunction" in node.name() for node in nodes):
+            if any("CheckpointFunction" in x.name() for x in torch_names.graph_nodes(value)):
                 value.backward(start)  # reentrant recomputation hides its leaves from the graph
                 return value
             leaves = list(self.leaves.values())

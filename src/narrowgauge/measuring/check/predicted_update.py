@@ -29,7 +29,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.tables import Row, Table
+from narrowgauge.spec.tables import Row, table_of
 
 WARM = 64
 """Steps of random gradients after which the size of a step is a run's."""
@@ -41,12 +41,12 @@ LARGE = 1 << 12
 """Elements from which on torchao and bitsandbytes hold the states of a tensor as codes."""
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
-SHARES = {"step": "stored-share", "second_moment": "stored-moment", "eps": "stored-eps"}
-"""The kind of the reading of each share that is lost."""
-_SHOWN = {
-    "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
-    "stored of step": "step", "of second moment": "second_moment", "of eps": "eps",
-}  # fmt: skip
+SHARES = {
+    "stored_of_step": "stored-share",
+    "of_second_moment": "stored-moment",
+    "of_eps": "stored-eps",
+}
+"""The kind of the reading of each share that is lost, by its column."""
 
 
 @dataclass
@@ -72,13 +72,11 @@ Copies = dict[tuple[Any, ...], Copy]
 """By group, format, whether a tensor is large, and whether a matrix steps as a whole."""
 
 
-def predict(
-    stepped: OptimizedParameter, gradient: Tensor | None, copies: Copies
-) -> tuple[Row, str]:
+def predict(stepped: OptimizedParameter, gradient: Any, copies: Copies) -> tuple[Row, str]:
     """Predict what is stored of a tensor's next update.
 
     Args:
-        gradient: its size is the step's for SGD.
+        gradient: its size is the step's for SGD; or ``None``.
         copies: of groups that were seen before.
     Returns:
         The row of the printed table, whose shares are ``None`` where nothing is rounded on its own, and
@@ -101,15 +99,15 @@ def predict(
     if p.dtype in NARROW_WEIGHTS:
         reason = seen.error
         if seen.keeps_step:
-            row["step"] = 1.0
+            row["stored_of_step"] = 1.0
         elif seen.over_gradient and gradient is None:
             reason = "its steps are as long as the gradient; pass batch="
         elif not reason:
             weights = take(p, SAMPLED).cpu()
             change = seen.sizes[: len(weights)] * (matrix or 1.0)
-            if seen.over_gradient and gradient is not None:
+            if seen.over_gradient:
                 change = -seen.over_gradient * take(gradient, SAMPLED).cpu().float()
-            row["step"] = _stored_share(weights, change.double())
+            row["stored_of_step"] = _stored_share(weights, change.double())
     return row, reason
 
 
@@ -157,10 +155,9 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     row = {}
     start = torch.full((min(p.numel(), LARGE),), 0.5, dtype=p.dtype, device=p.device)
     zeros = torch.zeros_like(start)
-    if group.get("eps"):
-        change = OptimizerCopy(optimizer, group, start.clone()).step(zeros)
-        row["eps"] = None if is_finite(change) else 0.0
     copied = OptimizerCopy(optimizer, group, start)
+    if not is_finite(copied.step(zeros)) and group.get("eps"):
+        row["of_eps"] = 0.0
     copied.step(torch.ones_like(start))
     moment = copied.state.get("exp_avg_sq")
     if type(moment) is Tensor and moment.dtype in TRAINED:
@@ -169,7 +166,7 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
             copied.step(zeros)
         is_stored = not torch.equal(before, copied.state["exp_avg_sq"])
         if moment.dtype in NARROW_WEIGHTS or not is_stored:
-            row["second_moment"] = float(is_stored)
+            row["of_second_moment"] = float(is_stored)
     return row
 
 
@@ -230,7 +227,7 @@ def add_stored(setup: TrainingSetup, gradients: Mapping[str, Tensor], result: Re
         name = stepped.name
         gradient = gradients.get(name, gradient_of(stepped.parameter))
         row, reason = predict(stepped, gradient, copies)
-        rows.setdefault((*row.values(),), {**row, "trains": []})["trains"].append(name)
+        rows.setdefault((*row.values(),), {"trains": [], **row})["trains"].append(name)
         if reason:
             result.unseen[f"updates by {row['optimizer']}"] = reason
         for share, kind in SHARES.items():
@@ -239,8 +236,11 @@ def add_stored(setup: TrainingSetup, gradients: Mapping[str, Tensor], result: Re
                 break
     for row in rows.values():
         row["trains"] = of_all(row["trains"])
-    by_share = sorted(rows.values(), key=lambda row: (row["step"] is None, row["step"]))
-    result.lines = [*Table(by_share, _SHOWN).plain().splitlines(), *result.lines]
+    if rows:
+        by_share = sorted(
+            rows.values(), key=lambda row: (row["stored_of_step"] is None, row["stored_of_step"])
+        )
+        result.lines = [*table_of(by_share).plain().splitlines(), *result.lines]
     for kind, values in lost.items():
         names = sorted(values, key=values.__getitem__)
         result.add(kind, names, values[names[0]], 1.0)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.measuring.check.dispatch import SUM, is_finite, tensors_in
+from narrowgauge.measuring.check.dispatch import BACKWARD, SUM, is_finite, tensors_in
 from narrowgauge.measuring.check.passes import IS_ZERO, Gradients, Pass, Passes
 from narrowgauge.measuring.check.policies.float64_shadow import Float64Shadow
 from narrowgauge.measuring.kinds import KINDS
@@ -56,8 +56,8 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
     errors, lengths = _errors_of(first)
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
-        through = ", ".join(shadow.cuts)
-        result.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
+        reason = f"not followed through {', '.join(shadow.cuts)}"
+        result.unseen[f"roundings of {number_lost} gradients"] = reason
     error = math.hypot(*errors.values())
     length = math.hypot(*lengths.values()) or 1.0
     unit = roundoff * length
@@ -181,7 +181,7 @@ def _add_casts(shadow: Float64Shadow, is_small: bool, result: Readings) -> None:
     for words, values, expected, bound in losses:
         sites = []
         for site, value in values.items():
-            if value > expected + bound and not (is_small and site.endswith("backward")):
+            if value > expected + bound and not (is_small and site.endswith(BACKWARD)):
                 sites.append(site)
         sites.sort(key=values.__getitem__, reverse=True)
         result.lines += [f"  {site}: {words.format(values[site])}" for site in sites]

@@ -62,8 +62,8 @@ class Along:
 
     Attributes:
         moved: the weights along which the slope is asked, by name.
+        first: the pass at the weights.
         exact: the gradient of the loss.
-        quantizers: places where a custom function rounds.
         padding: the row of an embedding that its own declaration leaves without a gradient.
     """
 
@@ -72,9 +72,8 @@ class Along:
         self.batch = batch
         self.has_constants = has_constants
         first = self._run(passes.plain(batch))
+        self.first = first
         self.exact = first.shadows
-        self.quantizers = first.shadow.quantizers
-        self.value = first.value
         self.moved: dict[str, Any] = {}
         for name, p in passes.leaves.items():
             if not all(isinstance(hook, OwnHook) for hook in (p._backward_hooks or {}).values()):
@@ -138,7 +137,7 @@ class Along:
             below = self._loss_at(directions, -step)
             measured = (above - below) / (2 * step)
             slopes.append(measured)
-            bend = abs(above + below - 2 * self.value) / step
+            bend = abs(above + below - 2 * self.first.value) / step
             noise = NOISE * abs(above) * 2.0**-53 / step / BOUND
             size = max(math.sqrt(squares), abs(measured), noise) or 1.0
             distance = abs(measured - predicted)
@@ -175,10 +174,9 @@ def compare_slope(passes: Passes, result: Readings) -> None:
         slope = along.whole()
         if not slope.differs:
             break
-    if slope.differs and along.quantizers:
-        raise ArithmeticError(
-            f"not followed through the roundings of {', '.join(along.quantizers)}"
-        )
+    quantizers = along.first.shadow.quantizers
+    if slope.differs and quantizers:
+        raise ArithmeticError(f"not followed through the roundings of {', '.join(quantizers)}")
     if not slope.differs:
         if slope.off > BOUND:
             raise ArithmeticError("the loss has a kink at the weights or near them")
@@ -190,8 +188,7 @@ def compare_slope(passes: Passes, result: Readings) -> None:
         )
         return
     name, slope = along.last_wrong(abs(slope.measured - slope.predicted) / PART)
-    limit = BOUND * abs(slope.measured)
-    result.add("slope", name, slope.predicted, slope.measured, limit)
+    result.add("slope", name, slope.predicted, slope.measured, BOUND * abs(slope.measured))
 
 
 def _direction(p: Tensor, seed: int) -> Tensor:

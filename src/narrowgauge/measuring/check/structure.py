@@ -42,7 +42,7 @@ def compare_structure(passes: Passes, first: Pass, result: Readings) -> None:
     """
     _compare_ranks(passes, first, result)
     plain = _compare_with_plain(passes, first, result)
-    if not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
+    if not is_finite(plain.loss):
         return
     value = float(plain.loss.detach())
     if math.isnan(plain.value):

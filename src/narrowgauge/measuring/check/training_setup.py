@@ -177,12 +177,12 @@ def _rounded_buffers(model: nn.Module) -> list[str]:
     """
     names = []
     for owner, module in model.named_modules():
-        buffers = dict(module.named_buffers(recurse=False))
+        buffers = dict(module.named_buffers(owner, recurse=False))
         has_integers = any(not b.is_floating_point() for b in buffers.values())
         for name, buffer in buffers.items():
             if buffer.dtype in NARROW_WEIGHTS and not buffer.is_meta and not has_integers:
                 x = sample_elements(buffer)
                 is_odd = x.view(torch.int16) % 2 != 0
-                if bool((is_odd & (x != x.round())).any()):
-                    names.append(inner_name(f"{owner}.{name}".lstrip(".")))
+                if (is_odd & (x != x.round())).any():
+                    names.append(inner_name(name))
     return names

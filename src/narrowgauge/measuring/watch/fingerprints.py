@@ -139,8 +139,7 @@ class Fingerprints:
             self._add_row(self._step, self._entries | self._stored(self._step))
 
     def _add_row(self, step: int, entries: Entries) -> None:
-        joined = _joined(self.hooks.ranks.gather(entries))
-        self._rows.append({"step": step, "tensors": joined})
+        self._rows.append({"step": step, "tensors": _joined(self.hooks.ranks.gather(entries))})
 
     def _stored(self, step: int) -> Entries:
         """Return the entries of weights and states."""

@@ -214,7 +214,7 @@ class Meter:
         if parts:
             norms = norms_of([*parts.values()])
             # A GPU is not waited for.
-            if norms.device.type == "cpu" and not bool(norms.isfinite().all()):
+            if norms.device.type == "cpu" and not norms.isfinite().all():
                 self._count_bad(parts)
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", parts, norms if scale is None else norms / scale)

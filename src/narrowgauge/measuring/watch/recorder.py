@@ -119,7 +119,7 @@ class RunRecorder:
         called: nn.Module | None = None,
         on_row: Callable[[str, Row], object] | None = None,
         resume: bool = False,
-        tables: Mapping[str, Mapping[str, Any]] | None = None,
+        tables: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.laws = Laws(ignore, say=self._ended)
@@ -157,26 +157,26 @@ class RunRecorder:
         """Open the folder, and write what is known before the first step."""
         content = describe_run(self.model, self.optimizer, settings)
         content |= {"watch": {"ignore": list(self.laws.ignore)}, **tables}
-        earlier = self._ranks.of_first(lambda: self._open(content, settings, resume))
+        self._must_go_back = self._ranks.of_first(lambda: self._open(content, settings, resume))
         if self._record is not None:
             undo.callback(self._record.close)
         if isinstance(self.optimizer, Optimizer):
             self.optimizer.name_parameters(self.model)
-        self._must_go_back = earlier is not None
-        if earlier is None:
+        if not self._must_go_back:
             self.event("start", str(content["config"]["model"]))
             self._prints.start(0)
 
-    def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
-        """Open the folder on rank 0, and return the run in it, if this one continues it."""
-        folder = str(self.folder)
-        if not resume or not is_run(Path(folder)):
+    def _open(self, content: Row, settings: Row, resume: bool) -> bool:
+        """Open the folder on rank 0, and return whether this run continues the one in it."""
+        folder = Path(str(self.folder))
+        goes_on = resume and is_run(folder)
+        if goes_on:
+            self._record = Record.open(folder)
+            run = read_run(folder)
+            self._record.amend({**content, **run.run, "config": {**run.config, **settings}})
+        else:
             self._record = Record.create(folder, content)
-            return None
-        self._record = Record.open(folder)
-        run = read_run(folder)
-        self._record.amend({**content, **run.run, "config": {**run.config, **settings}})
-        return run
+        return goes_on
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -212,10 +212,10 @@ class RunRecorder:
     def _write(self, row: Row) -> None:
         """Write the row of a step that has ended, and let the laws read it."""
         if self._must_go_back:
-            words = (
-                f"Cannot continue in {self.folder} because the step of the checkpoint is unknown."
+            raise RecordError(
+                f"Cannot continue in {self.folder} because the step of the checkpoint is unknown.",
+                "Call recorder.go_back(step) first.",
             )
-            raise RecordError(words, "Call recorder.go_back(step) first.")
         if self.folder is not None or self._on_row is not None:
             row = columns_of(self.model, self.optimizer) | row
         tokens = row.get("tokens", self._tokens)
@@ -274,8 +274,10 @@ class RunRecorder:
             RecordError: ``step`` is below 0.
         """
         if step < 0:
-            words = f"Cannot go back to step {step} because the first step is 0."
-            raise RecordError(words, "Give the step of the loaded checkpoint.")
+            raise RecordError(
+                f"Cannot go back to step {step} because the first step is 0.",
+                "Give the step of the loaded checkpoint.",
+            )
         run = self._ranks.of_first(lambda: self._rewound(step))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._ended)

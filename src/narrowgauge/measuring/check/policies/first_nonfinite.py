@@ -38,8 +38,8 @@ class FirstNonfinite:
         return kinds
 
     def after(self, op: Operation, before: set[str]) -> None:
-        numbers = [x for x in (*op.args, *op.kwargs.values()) if isinstance(x, float)]
-        if op.name in ALLOCATES or op.is_view or any(map(math.isinf, numbers)):
+        is_meant = any(isinstance(x, float) and math.isinf(x) for x in op.arguments.values())
+        if op.name in ALLOCATES or op.is_view or is_meant:
             return
         for x in floats_in(op.written or op.result):
             for kind, count in _counts(x).items():
