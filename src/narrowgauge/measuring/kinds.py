@@ -48,5 +48,7 @@ KINDS = {name: ReadingKind(name, **row) for name, row in load_data("kinds", "mea
 
 def kind_table() -> Table:
     """Return the table that ``narrowgauge show checks`` prints."""
-    shown = {"reading": "name", "measured by": "by", "bound": "bound", "value": "value"}
-    return Table([asdict(kind) for kind in KINDS.values()], shown)
+    return Table(
+        [asdict(kind) for kind in KINDS.values()],
+        {"reading": "name", "measured by": "by", "bound": "bound", "value": "value"},
+    )

@@ -103,10 +103,10 @@ def measured(
 def in_order(readings: Iterable[Reading]) -> list[Reading]:
     """Sort readings by step, stage, severity, and largest excess."""
 
-    def place(r: Reading) -> tuple[float, ...]:
-        return r.step, STAGES.index(r.stage), SEVERITIES.index(r.severity), -r.excess
-
-    return sorted(readings, key=place)
+    return sorted(
+        readings,
+        key=lambda r: (r.step, STAGES.index(r.stage), SEVERITIES.index(r.severity), -r.excess),
+    )
 
 
 def of_all(names: Iterable[str]) -> str:

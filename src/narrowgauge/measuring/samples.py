@@ -105,9 +105,11 @@ def samples_of(
     samples = []
     for key, members in alike.items():
         options = copy.deepcopy({name: x for name, x in groups[key].items() if name != "params"})
-        states = _states([optimizer.state.get(p) or {} for p in members], members[0])
+        weights = join(members)
+        wide = wide_of(weights).dtype
+        states = _states([optimizer.state.get(p) or {} for p in members], members[0], wide)
         values = join(gradients[p] for p in members)
-        samples.append(Sample(key[:2], options, members, join(members), values, states))
+        samples.append(Sample(key[:2], options, members, weights, values, states))
     return samples
 
 
@@ -121,8 +123,12 @@ def _counts(state: Mapping[Any, Any]) -> list[float]:
     return counts
 
 
-def _states(states: Sequence[Mapping[Any, Any]], first: Tensor) -> dict[str, Any] | None:
-    """Return the states of the elements; ``None`` if one of them is not a value of each element."""
+def _states(
+    states: Sequence[Mapping[Any, Any]], first: Tensor, wide: torch.dtype
+) -> dict[str, Any] | None:
+    """Return the states of the elements, in a wide format or a wider one of their own; ``None`` if one of
+    them is not a value of each element.
+    """
     taken = {}
     for name, x in states[0].items():
         if not isinstance(x, Tensor) or x.ndim == 0:
@@ -130,7 +136,9 @@ def _states(states: Sequence[Mapping[Any, Any]], first: Tensor) -> dict[str, Any
         elif x.shape != first.shape or (type(x) is Tensor and x.element_size() == 1):
             return None
         else:
-            taken[name] = join(state[name] for state in states)
+            values = join(state[name] for state in states)
+            is_float = values.is_floating_point()
+            taken[name] = values.to(torch.promote_types(values.dtype, wide)) if is_float else values
     return taken
 
 
@@ -145,13 +153,8 @@ def shares_of(optimizer: AnyOptimizer, sample: Sample) -> dict[str, Tensor]:
     """
     if sample.states is None:
         raise ArithmeticError(f"{type(optimizer).__name__} has states that are not by elements")
-    wide = wide_of(sample.weights)
-    states = {}
-    for name, x in sample.states.items():
-        is_elementwise = isinstance(x, Tensor) and x.shape == wide.shape and x.is_floating_point()
-        states[name] = x.to(torch.promote_types(x.dtype, wide.dtype)) if is_elementwise else x
     with no_trace():
-        copied = OptimizerCopy(optimizer, sample.group, wide, states)
+        copied = OptimizerCopy(optimizer, sample.group, wide_of(sample.weights), sample.states)
         meant = copied.step(sample.gradients).view(-1, SIZE)
         if meant.any():
             copied.require_wide(sample.weights.dtype)

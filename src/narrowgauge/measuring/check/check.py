@@ -11,7 +11,6 @@ One configured step runs beside its float64 shadow, on the model itself, before 
 With several ranks each process makes the plain pass over the batches of all.
 """
 
-import time
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -71,7 +70,7 @@ def check(
 
     Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: four calls of the
         loss, log2(lines of code) + 1 more for each of three lines that round most, and 8 bytes for each
-        value of a pass. A line says how long the passes took.
+        value of a pass.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -90,10 +89,7 @@ def check(
     add_setup(setup, result)
     gradients = {}
     if loss is not None:
-        began = time.perf_counter()
         gradients = _compare(setup, batch, loss, backward, result)
-        if gradients:
-            result.lines.append(f"the passes took {time.perf_counter() - began:.2g} s")
         result = all_ranks().gather(result)[0]  # every rank returns the same
     add_stored(setup, gradients, result)
     return result

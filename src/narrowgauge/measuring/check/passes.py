@@ -161,7 +161,6 @@ class Passes:
             has_constants: what is detached is a constant for the shadow.
         """
         gradients = {}
-        shadows = {}
         value = math.nan
         with ExitStack() as undo:
             undo.enter_context(preserve_model(self.model, self.leaves.values()))
@@ -179,9 +178,7 @@ class Passes:
                 gradients[name] = x.to_dense() if x.is_sparse else x.clone()
             # Numbers that each call draws anew from a seed are others for other shapes.
             draws = generator_states() != before or (shadow.draws and len(self.all_parts) > 1)
-        for name, gradient in gradients.items():
-            if shadow.follows(gradient):
-                shadows[name] = shadow.of(gradient)
+        shadows = {name: shadow.of(x) for name, x in gradients.items() if shadow.follows(x)}
         if isinstance(loss, Tensor) and loss.numel() == 1 and shadow.follows(loss):
             value = float(shadow.of(loss.detach()))
         return Pass(gradients, shadows, loss, value, shadow, draws, changed)

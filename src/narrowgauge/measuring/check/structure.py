@@ -22,11 +22,7 @@ from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = KINDS["gradient"].bound
-NONE = "none, where the plain loss has one"
-ZERO = "exactly zero, and not so without roundings"
-DETACHED = "none: operations read them, and no graph of the loss leads there"
 UNREAD = "no operation reads them in this batch"
-"""What is measured of tensors without a gradient of the step."""
 MOST_PARTS = 16
 """Micro-batches of all ranks whose gradients are read one by one."""
 
@@ -181,10 +177,13 @@ def _add_missing(passes: Passes, step: Gradients, exact: Gradients, result: Read
         if gradient is not None and gradient.any():
             continue
         if right is not None and right.any():
-            words = NONE if gradient is None else ZERO
+            words = "exactly zero, and not so without roundings"
+            if gradient is None:
+                words = "none, where the plain loss has one"
         elif right is None and gradient is None:
-            is_read = storage_key(passes.leaves[name]) in passes.nonfinite.read
-            words = DETACHED if is_read else UNREAD
+            words = UNREAD
+            if storage_key(passes.leaves[name]) in passes.nonfinite.read:
+                words = "none: operations read them, and no graph of the loss leads there"
         else:
             if made:
                 result.unseen["gradients of exactly zero"] = made

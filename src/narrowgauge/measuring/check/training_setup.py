@@ -50,17 +50,17 @@ class TrainingSetup:
     @cached_property
     def stepped(self) -> list[OptimizedParameter]:
         """Return every parameter of every optimizer, as often as a group names it."""
-        names = {id(p): name for name, p in self.parameters.items()}
+        names = {p: name for name, p in self.parameters.items()}
         free = {name: p for name, p in self.parameters.items() if not p.is_meta}
         stepped = []
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for place, p in enumerate(group["params"]):
-                    if id(p) not in names:
+                    if p not in names:
                         name = name_of_master(p, free) or f"group {index}, parameter {place}"
-                        names[id(p)] = name
+                        names[p] = name
                         free.pop(name, None)  # one master stands for a weight
-                    stepped.append(OptimizedParameter(names[id(p)], p, group, optimizer))
+                    stepped.append(OptimizedParameter(names[p], p, group, optimizer))
         return stepped
 
     @property
@@ -82,8 +82,8 @@ class TrainingSetup:
     @property
     def outside(self) -> dict[str, Any]:
         """Return the trained parameters that are none of the model's, by name."""
-        inside = set(map(id, self.parameters.values()))
-        return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
+        inside = {*self.parameters.values()}
+        return {p.name: p.parameter for p in self.trained if p.parameter not in inside}
 
 
 def is_trained(p: Tensor) -> bool:
@@ -135,11 +135,11 @@ def add_setup(setup: TrainingSetup, result: Readings) -> None:
         words = "in none of the optimizers passed: pass all in a list"
         result.unseen[f"the step of {of_all(missing)}"] = words
         missing = []
-    counts = Counter(id(p.parameter) for p in setup.stepped)
-    tables = [m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)]
+    counts = Counter(p.parameter for p in setup.stepped)
+    tables = {m.weight for m in setup.model.modules() if isinstance(m, nn.Embedding)}
     faults = {
         "missing-parameters": missing,
-        "parameters-twice": [name for name, p in parameters.items() if counts[id(p)] > 1],
+        "parameters-twice": [name for name, p in parameters.items() if counts[p] > 1],
         "nonfinite": [],
         "untied": [],
         "rounded-buffers": _rounded_buffers(setup.model),
@@ -149,8 +149,7 @@ def add_setup(setup: TrainingSetup, result: Readings) -> None:
             largest = largest_magnitude(local_of(p))
             if largest.isnan() or (p.requires_grad and largest.isinf()):  # or a frozen mask
                 faults["nonfinite"].append(name)
-            is_table = any(p is table for table in tables)
-            if p.requires_grad and not is_table and any(_is_copy(p, table) for table in tables):
+            if p.requires_grad and p not in tables and any(_is_copy(p, x) for x in tables):
                 faults["untied"].append(name)
     for what, names in faults.items():
         if names:
