@@ -167,3 +167,19 @@ def test_a_kernel_that_is_off_in_its_trial_is_not_used():
         proof._reasons.clear()
         with device("sm90", scaled_mm):
             assert native.has_kernel(product, torch.device("cpu")) == works
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("row", MIXED, **names)
+def test_a_trial_has_the_scales_of_its_products(row: Compute) -> None:
+    """One number, or one of each row: these are two kernels."""
+    dims = []
+
+    def recorded(a, b, *scales, **options):
+        dims.append([scale.ndim for scale in scales])
+        return device_rules.scaled_mm_v1(a, b, *scales, **options)
+
+    with device("sm90", recorded):
+        pair = cast_operands(row, "output", SHAPES[0])
+        multiply(*pair, row.output, (33, 17), torch.bfloat16)
+    assert dims[0] == dims[-1] == [2 * ("row" in row.name)] * 2

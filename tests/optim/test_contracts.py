@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import extras_of
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import (
@@ -22,7 +21,6 @@ from optim.pairs import (
     build,
     everything,
     kernel_of,
-    narrow,
     parameters,
     step_along,
 )
@@ -155,12 +153,3 @@ def test_the_bytes_counted_are_those_of_the_tables(rule, storage):
     extras = extras_of(kernel_rule, (16, 32), optimizer.param_groups[0])
     count = 16 * len(row.scaled) + sum(map(math.prod, extras.values()))
     assert optimizer.bytes_per_param() == row.bytes_per_param + 4 * count / (16 * 32)
-
-
-@pytest.mark.parametrize("rule", ["muon", "galore"])
-def test_a_group_of_a_matrix_rule_may_ask_for_adamw(rule):
-    first, second = narrow(6, 4), narrow(6, 4)
-    same = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
-    take_steps(build(rule, [{"params": [first], "rule": "adamw"}], "word", **same), range(3))
-    take_steps(ng.AdamW([second], compile=False, **same), range(3))
-    assert torch.equal(first, second)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.optim.low_bits import has_low_bits, random_of, random_offset
+from narrowgauge.optim.low_bits import random_of, random_offset
 from narrowgauge.optim.step import codes
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import build, every_value, narrow, parameters, step_along
 from tensors import take_steps
 
-FILLED = [name for name, row in STORAGES.items() if has_low_bits(row)]
+FILLED = [name for name, row in STORAGES.items() if row.extra_fields and row.visible != "float32"]
 
 
 @pytest.mark.parametrize("visible", ["bfloat16", "float16"])

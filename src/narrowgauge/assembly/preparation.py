@@ -123,11 +123,12 @@ def prepare(
 
     if mesh is not None:
         sharding.make_equal(model, mesh)
-    before = round_in_place([p for p in model.parameters() if p.is_floating_point()], visible)
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    before = round_in_place(dict.fromkeys(floats, visible))
     values = {name: before[parameter] for name, parameter in _trained(model).items()}
     del before
     if policy.dtype == visible:
-        cast_statistics(model, lambda statistics: rounded(statistics, visible))
+        cast_statistics(model, getattr(torch, visible))
     _narrow_linears(model, policy, seed)
     if mesh is not None:
         wire = policy.reduction.wire

@@ -35,6 +35,7 @@ from torch.nn.functional import pad
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
+from narrowgauge.torch_support.torch_names import host_tensor
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def rounded_total(words: Tensor) -> Tensor:
     No word is negative. The host does not wait for a GPU.
     """
     if words.is_cpu:
-        return torch.tensor(_rounded_integer(words), dtype=torch.float64, device="cpu")
+        return host_tensor(_rounded_integer(words), torch.float64)
     value = _rounded_digits(_digits(words[:-1]))
     not_finite = words[-1]
     value = torch.where(not_finite > 0, math.inf, value)

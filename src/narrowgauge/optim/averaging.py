@@ -51,9 +51,7 @@ class AveragedModel(TorchAveragedModel):
         for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
             average.data = self._stored(parameter)
             average.grad = None
-        cast_statistics(
-            self.module, lambda values: values.float()
-        )  # PyTorch multiplies one format only
+        cast_statistics(self.module, torch.float32)  # PyTorch multiplies one format only
 
     def _stored(self, parameter: Any) -> Tensor:
         try:

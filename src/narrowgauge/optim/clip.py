@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.torch_support.torch_names import to_device
+from narrowgauge.torch_support.torch_names import host_tensor, to_device
 
 OPTIONS = (math.inf, 1.0, 0.0, 1.0, 1e-6)
 """The numbers beside the norm: the largest norm, the loss scale, and ``found_inf`` of
@@ -53,14 +53,12 @@ def step_control(
     """
     options: list[Any] = list(OPTIONS)
     if squares is grad_scale is found_inf is None:
-        return to_device(
-            torch.tensor(options[1:3], dtype=torch.float32, device="cpu"), device
-        ), None
+        return to_device(host_tensor(options[1:3]), device), None
     if max_norm is not None:
         options[0] = max_norm
     is_host = device.type == "cpu"
     if not is_host:
-        options = list(to_device(torch.tensor(options, dtype=torch.float32, device="cpu"), device))
+        options = list(to_device(host_tensor(options), device))
     for place, value in enumerate((grad_scale, found_inf), start=1):
         if value is not None:
             options[place] = float(value) if is_host else value.to(options[0]).view(())
@@ -68,7 +66,7 @@ def step_control(
         numbers = np.array([math.sqrt(squares or 0.0), *options], np.float32)
         with np.errstate(all="ignore"):
             values = [float(x) for x in decide(np, numbers[0], numbers[1:])]
-        decision = torch.tensor(values, dtype=torch.float32, device="cpu")
+        decision = host_tensor(values)
     else:
         size = options[0].new_zeros(()) if squares is None else sqrt(squares).float()
         decision = torch.stack([x.float() for x in decide(torch, size, options)])

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.optim import validation
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
+from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule, extras_of
 from narrowgauge.optim.step.parameter_formats import LONGEST_VECTOR, is_vector
 from narrowgauge.optim.step.state import LocalState, State, new_state
 from narrowgauge.optim.step.step_definition import StepDefinition, kernel_of
@@ -36,7 +36,8 @@ class KernelChoice:
     def kernel_of(self, group: Group, parameter: Tensor) -> StepDefinition:
         """Return the kernel that steps a parameter under a group's options."""
         options = group["storage"], group.get("rule"), bool(group.get("momentum"))
-        key = *options, is_vector(parameter), parameter.ndim < 2, parameter.dtype
+        shape = is_vector(parameter), parameter.ndim < 2
+        key = *options, group.get("adjust_lr_fn"), *shape, parameter.dtype
         if key not in self._by_options:
             self._by_options[key] = kernel_of(*self.pair_of(group, parameter))
         return self._by_options[key]
@@ -58,7 +59,16 @@ class KernelChoice:
             return SGD  # a schedule may ask for momentum before the first step
         if not isinstance(self.rule, MatrixRule):
             return self.rule
-        if is_vector(parameter) or group.get("rule") == ADAMW.name:
+        if group.get("rule") == ADAMW.name:
+            return ADAMW
+        if is_vector(parameter):
+            if self.rule == MUON and group.get("adjust_lr_fn") != "match_rms_adamw":
+                raise RecipeError(
+                    f"Cannot step a parameter of shape {tuple(parameter.shape)} by Muon because it "
+                    "is no matrix.",
+                    "Give vectors a group of their own: {'params': vectors, 'rule': 'adamw', 'lr': "
+                    "3e-4}. Or set adjust_lr_fn='match_rms_adamw': one rate of AdamW serves both.",
+                )
             return ADAMW
         if parameter.ndim < 2:
             raise RecipeError(
@@ -76,8 +86,14 @@ class KernelChoice:
         """
         rule = self.rule_in(group, parameter)
         storage = self.storage_in(group, parameter, visible)
-        if visible is None:
-            validation.check_visible(parameter, storage, group["storage"])
+        if visible is None and parameter.dtype is not getattr(torch, storage.visible):
+            raise RecipeError(
+                f"storage '{group['storage']}' holds {storage.visible} weights, and a parameter of "
+                f"shape {tuple(parameter.shape)} is {dtype_name(parameter.dtype)}.",
+                "'word', 'exact' and others take bfloat16 and float16, in a param group of its own "
+                "if other weights differ. For float64 call model.float(): storage 'float64' keeps "
+                "masters and moments in it.",
+            )
         storage = storage.with_states(rule.stored_states)
         refuse_pair(
             rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
@@ -121,13 +137,11 @@ class KernelChoice:
         extras = extras_of(kernel.rule, parameter.shape, group)
         return new_state(parameter, kernel, extras)
 
-    def check_values(
-        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
-    ) -> None:
+    def check_values(self, group: Group, parameter: Tensor, values: Mapping[str, Any]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter."""
         rule = self.rule_in(group, parameter)
         names = ["weight", *dict(rule.stored_states)]
-        for name, value in {"weight": weight, **states}.items():
+        for name, value in values.items():
             is_state = name in names and local_of(value).shape == local_of(parameter).shape
             if name != "step" and not is_state:
                 raise RecipeError(

@@ -17,11 +17,15 @@ from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.step.state import State, check_tensor
 from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
+from narrowgauge.torch_support.torch_names import host_tensor
+
+Members = dict[Any, tuple[Group, Tensor]]
+"""The group and the parameter of each key of a saved state."""
 
 
 def matched(
     rule: AnyRule, groups: list[Group], state_dict: Mapping[str, Any]
-) -> tuple[list[Group], dict[Any, tuple[Group, Tensor]]]:
+) -> tuple[list[Group], Members]:
     """Return our groups with the options of a saved state, and the group and the parameter of each of
     its keys: a number, or a name from a distributed checkpoint.
 
@@ -69,7 +73,7 @@ def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: 
         into = local_of(target)
         value: Any = local_of(entry.get(name))
         if isinstance(value, int | float):
-            value = torch.tensor(value, dtype=torch.float32, device="cpu")
+            value = host_tensor(value)
         if isinstance(value, Tensor) and (value.dtype, into.dtype) == (torch.int32, torch.int16):
             value = value.to(torch.int16)  # in which no DTensor is sent
         if name == "window" and (value is None or value != into):
@@ -86,9 +90,7 @@ def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: 
 
 
 def saved_states(
-    kernels: KernelChoice,
-    entries: Mapping[Any, Any],
-    members: Mapping[Any, tuple[Group, Tensor]],
+    kernels: KernelChoice, entries: Mapping[Any, Any], members: Members
 ) -> dict[Any, Any]:
     """Return the states of a state of ours. Entries of other keys stay as they are."""
     states = {}
@@ -101,11 +103,9 @@ def saved_states(
     return states
 
 
-def torch_states(
-    entries: Mapping[Any, Any], members: Mapping[Any, tuple[Group, Tensor]]
-) -> dict[Tensor, dict[str, Tensor | int]]:
+def torch_states(entries: Mapping[Any, Any], members: Members) -> dict[Tensor, dict[str, Any]]:
     """Return the moments of a state of torch's Adam or AdamW, by our parameters."""
-    states: dict[Tensor, dict[str, Tensor | int]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     for key, (_, parameter) in members.items():
         entry = entries.get(key)
         if not entry:

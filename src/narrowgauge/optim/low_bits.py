@@ -30,15 +30,10 @@ from narrowgauge.optim.step.codes import encode, visible_value, write_weight
 from narrowgauge.optim.step.parameter_formats import is_vector
 from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.state_chunks import chunks_of
-from narrowgauge.spec.storages import VISIBLE, Storage
+from narrowgauge.spec.storages import VISIBLE
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
-
-
-def has_low_bits(storage: Storage) -> bool:
-    """Return whether a storage keeps more of a weight than the model sees."""
-    return bool(storage.extra_fields) and storage.visible != "float32"
 
 
 def lacks_low_bits(parameter: Tensor, value: Tensor) -> bool:
@@ -84,7 +79,7 @@ def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
 def fill_state(state: LocalState, seed: int, name: str) -> None:
     """Fill the low bits of a new state of the parameter with a name, within the cells of its weights."""
     storage = state.storage
-    if not has_low_bits(storage):
+    if storage.visible == "float32" or not storage.extra_fields:
         return
     keeps_ones = is_vector(state.owner)
     for chunk in chunks_of(state, random_of(state.owner, seed, name)):

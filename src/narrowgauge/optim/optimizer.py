@@ -9,7 +9,7 @@ with a non-finite gradient. The host reads the decision after the step.
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -27,11 +27,11 @@ from narrowgauge.optim.loading import matched, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_state, lacks_low_bits
 from narrowgauge.optim.roster import Roster
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.step.bit_layout import roles
 from narrowgauge.optim.step.parameter_formats import (
     KEPT,
     ROUNDED,
     batch_norms,
-    float32_row,
     is_shared_by_ranks,
     refuse_shared_memory,
     round_in_place,
@@ -41,6 +41,7 @@ from narrowgauge.optim.step.state_values import store_state, store_weight, store
 from narrowgauge.optim.step.step import run
 from narrowgauge.spec.require import require_choice, require_number
 from narrowgauge.spec.storages import Storage, get_storage
+from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import HostCopy, never_compiled, plain_name
 
 Params = nn.Module | Iterable[Any]
@@ -150,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does
         not unscale, and for a compute in float16.
         """
-        return self.scales_loss or any(p.dtype is torch.float16 for p in self._parameters())
+        return self.scales_loss or any(p.dtype is torch.float16 for p in members_of(self))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in ``torch.optim``.
@@ -165,11 +166,13 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             validation.check_options(group, self.rule)
-            refuse_shared_memory(self._parameters())
+            refuse_shared_memory(members_of(self))
             to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
                 asked = get_storage(group["storage"])
-                row = float32_row(asked, isinstance(self.rule, MatrixRule))
+                # With moments in 8 bits, which a matrix rule does not take.
+                is_wide = isinstance(self.rule, MatrixRule) or asked.exp_avg.bits == 32
+                row = get_storage("float32" if is_wide else "float32-states8")
                 group["storage"] = row.name
                 level = 2 if self._is_complete else 5  # the caller, or that of our class
                 warnings.warn(KEPT.format(row, asked), stacklevel=level)
@@ -196,9 +199,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _round(self) -> None:
         """Round float32 parameters in place, and store the values that they had."""
-        values: dict[Tensor, Tensor] = {}
-        for parameter, visible in self._to_round.items():
-            values |= round_in_place([parameter], visible)
+        values = round_in_place(self._to_round)
         self._to_round = {}
         if not values:
             return
@@ -208,10 +209,6 @@ class Optimizer(torch.optim.Optimizer):
         warnings.warn(ROUNDED.format(total, ", ".join(storages)), stacklevel=4)
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
 
     def has_state(self, parameter: Tensor) -> bool:
         """Return whether a parameter has a state. Other code may have left notes in its place."""
@@ -289,7 +286,8 @@ class Optimizer(torch.optim.Optimizer):
         if not states.keys() <= values.keys():
             raise RecipeError("Cannot adopt states without the weights of their parameters.")
         for p, weight in values.items():
-            self.kernels.check_values(self.group_of(p), p, weight, states.get(p, {}))
+            values_of_p = {"weight": weight, **states.get(p, {})}
+            self.kernels.check_values(self.group_of(p), p, values_of_p)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p in values]
             with torch.no_grad():
@@ -342,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
         if name == "weight" and not self.has_state(parameter):
             return parameter.detach().to(torch.float32, copy=True)
         state = self.kernels.local_state(group, parameter, self.state.get(parameter, {}))
-        names = "weight", *dict(state.storage.states), *state.extras
+        names = *roles(state.storage), *state.extras
         if name not in names:
             raise KeyError(f"rule '{state.kernel.rule.name}' has {names}, not '{name}'")
         values = stored(state, name)
@@ -501,12 +499,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace states and groups, as ``load_state_dict`` does, or set those of a copy."""
-        is_copy = "rule" in state
-        if is_copy:
+        if "rule" in state:  # of a copy
             self._begin()
+            self.kernels = KernelChoice(state["rule"])
         super().__setstate__(state)
-        if is_copy:
-            self.kernels = KernelChoice(self.rule)
         self._pending = None
         self._roster = None
         self.auditor = Auditor()

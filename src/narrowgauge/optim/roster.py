@@ -8,7 +8,6 @@ them with what was checked: the names of the states, and by one call type, dtype
 strides. If anything looks otherwise, all is checked again.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,28 +28,6 @@ CHOOSING = ("storage", "rule", "momentum")
 """Options that choose a kernel."""
 FIXED = (float, int, bool, str, tuple, type(None))
 """Types of options that nobody changes in place."""
-
-
-def checked(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[LocalState, Tensor, bool]]:
-    """Yield the states of a group's parameters that have a gradient, the gradient, and whether a
-    kernel reads its memory as it is.
-    """
-    members = []
-    for parameter in group["params"]:
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            members.append((parameter, gradient))
-    optimizer.make_missing(group, [parameter for parameter, _ in members])
-    for parameter, raw in members:
-        state = optimizer.kernels.local_state(group, parameter, optimizer.state[parameter])
-        gradient = raw
-        if raw.dtype is not parameter.dtype and raw.dtype is not torch.float32:
-            gradient = raw.float()
-        local = local_of(gradient)
-        if local.layout is not torch.strided or local.shape != state.parameter.shape:
-            validation.refuse_gradient(parameter, gradient)
-        state.gradient = local.resolve_neg().contiguous()  # a kernel reads memory
-        yield state, gradient, gradient is raw and state.gradient is local
 
 
 class Roster:
@@ -76,15 +53,12 @@ class Roster:
                     "Add a group by optimizer.add_param_group, which fills in the defaults.",
                 )
             validation.check_options(group, optimizer.rule)
-            for state, gradient, is_plain in checked(optimizer, group):
+            for state in self._checked(optimizer, group):
                 work.append((place, state))
-                self.gradients.append(gradient)
-                self.is_plain &= is_plain
             self.ends.append(len(work))
         states = [state for _, state in work]
         self.owners = [id(state.owner) for state in states]
-        self.names = [tuple(state.entry) for state in states]
-        self.wanted = [state.kernel.names for state in states]
+        self.names = [(tuple(state.entry), state.kernel.names) for state in states]
         self.counts = np.array([state.step for state in states], np.float32)
         self.looks_alike: Any = None
         self.options: list[dict[str, Any]] = []
@@ -101,6 +75,29 @@ class Roster:
             self.is_plain &= batch.table is not None and batch.is_dense
         self._use(tensors + [state.entry["step"] for state in states])
 
+    def _checked(self, optimizer: Any, group: dict[str, Any]) -> list[LocalState]:
+        """Return the states of a group's parameters that have a gradient, with their gradients."""
+        members = []
+        for parameter in group["params"]:
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                members.append((parameter, gradient))
+        optimizer.make_missing(group, [parameter for parameter, _ in members])
+        states = []
+        for parameter, raw in members:
+            state = optimizer.kernels.local_state(group, parameter, optimizer.state[parameter])
+            gradient = raw
+            if raw.dtype is not parameter.dtype and raw.dtype is not torch.float32:
+                gradient = raw.float()
+            local = local_of(gradient)
+            if local.layout is not torch.strided or local.shape != state.parameter.shape:
+                validation.refuse_gradient(parameter, gradient)
+            state.gradient = local.resolve_neg().contiguous()  # a kernel reads memory
+            self.gradients.append(gradient)
+            self.is_plain &= gradient is raw and state.gradient is local
+            states.append(state)
+        return states
+
     def _use(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.addresses = addresses_of(tensors)
@@ -113,9 +110,9 @@ class Roster:
         """Remember how all tensors look, if the step before was like this one, by kernels alone. Drop
         the tensors: the next forward pass needs their memory.
         """
-        is_new = before is not None and before is not self
-        is_alike = is_new and (before.owners, before.names) == (self.owners, self.names)
-        if self.is_plain and is_alike:
+        owners_and_names = self.owners, self.names
+        is_second = before is not None and (before.owners, before.names) == owners_and_names
+        if self.is_plain and is_second and self.looks_alike is None:
             for group in optimizer.param_groups:
                 self.options.append({name: group.get(name) for name in CHOOSING})
             self.looks_alike = look_of(self._read(optimizer))
@@ -145,9 +142,8 @@ class Roster:
             self.gradients = [gradient_of(owner) for owner in owners]
         tensors: list[Any] = []
         counts = []
-        for owner, gradient, names, wanted in zip(
-            owners, self.gradients, self.names, self.wanted, strict=True
-        ):
+        members = zip(owners, self.gradients, self.names, strict=True)
+        for owner, gradient, (names, wanted) in members:
             entry = optimizer.state.get(owner, {})
             if tuple(entry) != names:
                 return []

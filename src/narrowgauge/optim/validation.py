@@ -20,10 +20,9 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.optim.step.parameter_formats import is_shared_by_ranks, is_vector
-from narrowgauge.spec.formats import dtype_name
+from narrowgauge.optim.step.parameter_formats import is_shared_by_ranks
 from narrowgauge.spec.require import require_choice, require_number
-from narrowgauge.spec.storages import Storage, get_storage
+from narrowgauge.spec.storages import get_storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.torch_support.torch_names import default_store, is_captured
 
@@ -42,7 +41,6 @@ def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey."""
     for name in group:
         check_option(group, name, rule)
-    _check_vectors(group, rule)
 
 
 def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
@@ -66,10 +64,8 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
                 f"'{rule.name}' is {kinds[not value]}.",
                 "Use ng.AdamW for states of torch.optim.AdamW, and ng.Adam for torch.optim.Adam's.",
             )
-    elif name == "lr":
-        require_number(name, value, -math.inf, is_open=True)
-    elif name == "seed":
-        require_number(name, value, -math.inf, is_whole=True)
+    elif name in ("lr", "seed"):
+        require_number(name, value, -math.inf, is_whole=name == "seed", is_open=True)
     elif name == "storage":
         get_storage(value)
     elif name == "low_bits":
@@ -118,21 +114,6 @@ def _refuse_unknown(name: str, rule: str) -> None:
         )
 
 
-def _check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
-    """Refuse vectors that AdamW would step at a rate of Muon's, tens of times too large."""
-    has_one_rate = group.get("adjust_lr_fn") == "match_rms_adamw"
-    if rule.name != "muon" or group.get("rule") == ADAMW.name or has_one_rate:
-        return
-    for parameter in group.get("params", ()):
-        if parameter.requires_grad and is_vector(parameter):
-            raise RecipeError(
-                f"Cannot step a parameter of shape {tuple(parameter.shape)} by Muon because it is "
-                "no matrix.",
-                "Give vectors a group of their own: {'params': vectors, 'rule': 'adamw', 'lr': "
-                "3e-4}. Or set adjust_lr_fn='match_rms_adamw': one rate of AdamW serves both then.",
-            )
-
-
 def device_of_step(parameters: Iterable[Tensor]) -> torch.device:
     """Return the device of all parameters of a step. Refuse several devices, and a CUDA graph: each
     replay would repeat a step's numbers and random bits.
@@ -152,19 +133,7 @@ def device_of_step(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-# ── storages, parameters and gradients ────────────────────────────────────────────────────────────
-
-
-def check_visible(parameter: Tensor, storage: Storage, requested: str) -> None:
-    """Refuse a parameter that is not in the storage's visible format."""
-    if parameter.dtype is not getattr(torch, storage.visible):
-        raise RecipeError(
-            f"storage '{requested}' holds {storage.visible} weights, and a parameter of shape "
-            f"{tuple(parameter.shape)} is {dtype_name(parameter.dtype)}.",
-            "'word', 'exact' and others take bfloat16 and float16, in a param group of its own if "
-            "other weights differ. For float64 call model.float(): storage 'float64' keeps masters "
-            "and moments in it.",
-        )
+# ── parameters and gradients ──────────────────────────────────────────────────────────────────────
 
 
 def check_seeds(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> None:

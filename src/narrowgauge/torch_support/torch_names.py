@@ -62,6 +62,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def host_tensor(values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers as a tensor on the CPU, whatever default dtype and device the user has set."""
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
 never_compiled = torch._compile._disable_dynamo
 """Decorate a function that no compiler traces."""
 

@@ -25,7 +25,7 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.audit.audit_sample import TURN, AuditSample
 from narrowgauge.optim.step.launch import Batch
 from narrowgauge.spec.significance import MIN_EDQ, student_t
-from narrowgauge.torch_support.torch_names import HostCopy, unwrapped_optimizer
+from narrowgauge.torch_support.torch_names import HostCopy, host_tensor, unwrapped_optimizer
 
 WINDOW = 20
 """Audited steps in a window."""
@@ -131,7 +131,7 @@ RANGE_MESSAGE = (
 def factors() -> Tensor:
     """Return the factor of a standard error for windows of 0, 1, … steps."""
     values = [student_t(max(1, count - 1), CONFIDENCE) for count in range(WINDOW + 1)]
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    return host_tensor(values, torch.float64)
 
 
 def read(windows: Tensor) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def read(windows: Tensor) -> dict[str, Tensor]:
     spread = (de - edq[:, None] * dd).square().sum(1) * count / (count - 1)
     error = torch.where(count > 1, spread.sqrt() / total, math.nan)
     num_events = total.square() / dd.square().sum(1)
-    width = error * factors().to(error)[count]
+    width = error * factors()[count]
     is_off = (edq + width < MIN_EDQ) | (edq - width > 1 / MIN_EDQ)
     shares = at_end / elements.clamp(min=1)
     second_largest = shares.topk(2, dim=1).values[:, 1]

@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.float32_matmul import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
-from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
+from narrowgauge.optim.rules.subspaces import is_tall, refreshed
 
 Options = Mapping[str, Any]
 MatrixStates = Mapping[str, Tensor]
@@ -86,9 +86,8 @@ def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> Shapes:
     return {name: (*number, *x) for name, x in rule.states((rows, cols), options).items()}
 
 
-def decay_of(options: Options) -> float:
-    """Return ``lr · weight_decay``."""
-    return float(options["lr"]) * float(options["weight_decay"])
+def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
+    return (-float(options["lr"]) * float(options["weight_decay"]),)
 
 
 # ── Muon ──────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +141,8 @@ def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
 
 def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
     momentum = float(options["momentum"])
-    return -decay_of(options), momentum, 1 - momentum, float(options["nesterov"])
+    others = momentum, 1 - momentum, float(options["nesterov"])
+    return _decay_scalars(options, step) + others
 
 
 def _momentum(g: Tensor, states: MatrixStates, scalars: Scalars) -> Result:
@@ -176,17 +176,16 @@ def _galore(g: Tensor, states: MatrixStates, options: Options, step: int) -> Res
     values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=g.device)
     scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
     moments = states["projected_exp_avg"], states["projected_exp_avg_sq"]
+    tall = is_tall(*g.shape)
+    coordinates = g @ basis if tall else basis.mT @ g
     # AdamW's step of a weight of zero.
-    change, m, v = ADAMW.update(g.new_zeros(()), project(basis, g), *moments, scalars)
-    lifted = lift(basis, change, is_tall(*g.shape)).mul_(options["scale"])
-    return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
+    change, m, v = ADAMW.update(g.new_zeros(()), coordinates, *moments, scalars)
+    lifted = change @ basis.mT if tall else basis @ change
+    new = {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
+    return lifted.mul_(options["scale"]), new
 
 
 # ── The table ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
-    return (-decay_of(options),)
 
 
 # By functions with names, by which rules are pickled.

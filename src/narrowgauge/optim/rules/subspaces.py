@@ -50,15 +50,3 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
     vectors = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     return (vectors * largest.sign()).float()
-
-
-def project(basis: Tensor, matrix: Tensor) -> Tensor:
-    """Return the coordinates of a matrix."""
-    if is_tall(*matrix.shape):
-        return matrix @ basis
-    return basis.mT @ matrix
-
-
-def lift(basis: Tensor, coordinates: Tensor, tall: bool) -> Tensor:
-    """Return the matrix, ``tall`` or not, that has these coordinates."""
-    return coordinates @ basis.mT if tall else basis @ coordinates

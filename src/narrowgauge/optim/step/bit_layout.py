@@ -93,19 +93,19 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
             code = storage.code(role).part(int(name == f"{role}_low"))
             fields.append(Field(name, code, number, shift, bits, slices.get(role)))
             shift += bits
-        title, dtype = "packed", INTEGER[width_of(group)]
+        width = width_of(group)
+        title, dtype = "packed", INTEGER[width]
         if len(group) == 1:
-            title, dtype = _lone(fields[0])
+            title, dtype = _lone(fields[0], width)
         planes.append(Plane(title, dtype, tuple(fields)))
     return tuple(planes)
 
 
-def _lone(field: Field) -> tuple[str, torch.dtype]:
+def _lone(field: Field, width: int) -> tuple[str, torch.dtype]:
     """Return the name of a plane of one field, and PyTorch's dtype of its bits, if there is one.
 
     It has torch's name only as a whole float.
     """
-    width = width_of(((field.name, field.bits),))
     dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
     title = field.name
     if title in ("tail", "master"):  # which have no code
@@ -190,13 +190,6 @@ def row_dims(shape: tuple[int, ...]) -> int:
     while count < len(shape) - 1 and math.prod(shape[-count:]) < LEAST_ROW:
         count += 1
     return count
-
-
-@lru_cache
-def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
-    """Return rows and columns of a parameter in memory order. Without bounds each element is a row."""
-    first = len(shape) - num_row_dims
-    return math.prod(shape[:first]), math.prod(shape[first:])
 
 
 def bounds_shape(shape: Sequence[int], num_row_dims: int) -> tuple[int, ...]:

@@ -187,6 +187,8 @@ class Lane:
 
 Fields = dict[str, Tensor]
 """The int32 bits of fields by name, in place."""
+Written = tuple[Tensor, Fields]
+"""The bits of visible weights, and all fields."""
 
 
 def addends(
@@ -309,7 +311,7 @@ def write(
     change: Tensor,
     states: Mapping[str, Tensor],
     seed: Tensor,
-) -> tuple[Tensor, Fields]:
+) -> Written:
     """Round the result of a step to the storage's formats: the bits of the visible weight, and all
     fields.
 
@@ -332,7 +334,7 @@ def write(
     return visible, fields
 
 
-def write_weight(storage: Storage, value: Tensor, addend: Addend) -> tuple[Tensor, Fields]:
+def write_weight(storage: Storage, value: Tensor, addend: Addend) -> Written:
     """Return the visible bits of a weight, and its fields in place."""
     _, below, exponent = VISIBLE[storage.visible]
     field = fields_of(storage)["weight"]
@@ -344,17 +346,13 @@ def write_weight(storage: Storage, value: Tensor, addend: Addend) -> tuple[Tenso
         # Adding half of the tail's range carries exactly if the rest is negative. Only NaNs are
         # large enough to wrap, and `round_bits` leaves none that does.
         visible = in_range(storage, (bits + half(below)) & -(1 << below))
-        return visible, {"tail": place_tail(field, bits - visible)}
+        tail = ((bits - visible) >> field.drop) & ((1 << field.bits) - 1)
+        return visible, {"tail": tail << field.shift}
     visible = encode_visible(storage, value, addend)
     if not field.name:
         return visible, {}
     rest = value - visible_value(storage.visible, visible)
     return visible, write_low(storage, visible, rest)
-
-
-def place_tail(field: Field, tail: Tensor) -> Tensor:
-    """Return a signed tail's bits at their position in a word, zeros elsewhere."""
-    return ((tail >> field.drop) & ((1 << field.bits) - 1)) << field.shift
 
 
 def write_low(storage: Storage, bits: Tensor, rest: Tensor) -> Fields:

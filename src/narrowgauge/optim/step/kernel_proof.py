@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim.rules.matrix import AnyRule
+from narrowgauge.optim.step.bit_layout import roles
 from narrowgauge.optim.step.launch import Batch, addresses_of, streams_of
 from narrowgauge.optim.step.run_definition import average_gradient, run
 from narrowgauge.optim.step.state import LocalState, new_state
@@ -71,7 +72,7 @@ def difference(rule: AnyRule, storage: Storage, device: torch.device) -> str:
 def _difference_of(actual: LocalState, expected: LocalState) -> str:
     """Return where what a step has stored differs. A stored NaN has one pattern of bits."""
     pairs = {}
-    for name in ("weight", *dict(expected.storage.states)):
+    for name in roles(expected.storage):
         pairs[name] = stored(actual, name).cpu(), stored(expected, name)
     for name, tensor in {"parameter": expected.parameter, **expected.tensors}.items():
         other = actual.tensors.get(name, actual.parameter)

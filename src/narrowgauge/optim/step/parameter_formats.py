@@ -5,7 +5,7 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 ``parameter.data = …``: parameters stay the same objects. It keeps the bits that this cuts.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import narrowed
-from narrowgauge.spec.storages import STORAGES, Storage
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -49,11 +48,11 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    cast_statistics(model, lambda values: values.to(dtype))
+    cast_statistics(model, dtype)
     return model
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[Any]:
     """Return the batch norms with running statistics. PyTorch multiplies one format only: theirs."""
     return [
         module
@@ -62,11 +61,11 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def cast_statistics(model: nn.Module, cast: Callable[[Any], Tensor]) -> None:
+def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the running statistics of batch norms."""
     for module in batch_norms(model):
-        module.running_mean = cast(module.running_mean)
-        module.running_var = cast(module.running_var)
+        module.running_mean = module.running_mean.to(dtype)
+        module.running_var = module.running_var.to(dtype)
 
 
 def rounded(values: Tensor, visible: str) -> Tensor:
@@ -78,13 +77,13 @@ def rounded(values: Tensor, visible: str) -> Tensor:
     return values
 
 
-def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, Tensor]:
-    """Give parameters and their gradients a visible format, as :func:`rounded`.
+def round_in_place(formats: Mapping[Tensor, str]) -> dict[Tensor, Tensor]:
+    """Give each parameter and its gradient a visible format, as :func:`rounded`.
 
     Return the earlier values in float32.
     """
     values = {}
-    for parameter in parameters:
+    for parameter, visible in formats.items():
         values[parameter] = parameter.data.float()
         new = rounded(parameter.data, visible)
         # In the strides of the old one.
@@ -120,20 +119,6 @@ def is_vector(parameter: Tensor) -> bool:
 def is_shared_by_ranks() -> bool:
     """Return whether ranks may share parameters, whose format then must stay."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
-    """Return the storage for float32 weights that must stay: with moments in 8 bits, unless those
-    of ``storage`` have 32.
-
-    A matrix rule takes no moments in 8 bits.
-
-    Example:
-        >>> float32_row(STORAGES["word"], False).name, float32_row(STORAGES["exact"], False).name
-        ('float32-states8', 'float32')
-    """
-    is_wide = is_matrix_rule or dict(storage.fields)["exp_avg"] == 32
-    return STORAGES["float32" if is_wide else "float32-states8"]
 
 
 def refuse_overlap(parameter: Tensor) -> None:

@@ -7,6 +7,7 @@ writes them. A step reads the dict through a :class:`LocalState`: what a script 
 removes between two steps is seen by the next one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, part_of_row, placed_like
 from narrowgauge.optim.rules.matrix import Shapes
-from narrowgauge.optim.step.bit_layout import BLOCK, as_rows, bounds_shape, row_dims
+from narrowgauge.optim.step.bit_layout import BLOCK, bounds_shape, row_dims
 from narrowgauge.optim.step.parameter_formats import refuse_overlap
 from narrowgauge.optim.step.step_definition import StepDefinition
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import WINDOW
 from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.torch_support.torch_names import host_tensor
 
 
 class State(dict[str, Any]):
@@ -48,21 +50,6 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     return size / max(1, count)
 
 
-def specs_of(
-    parameter: Tensor, kernel: StepDefinition, extras: Shapes
-) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
-    """Return the dtypes and shapes of the local tensors of a parameter's state."""
-    shape = local_of(parameter).shape
-    specs: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
-    for plane in kernel.planes:
-        specs[plane.name] = plane.dtype, shape
-    for name in kernel.scaled:
-        specs[f"{name}_bound"] = torch.float32, bounds_shape(shape, row_dims(parameter.shape))
-    for name, form in extras.items():
-        specs[name] = torch.float32, form
-    return specs
-
-
 def new_state(parameter: Tensor, kernel: StepDefinition, extras: Shapes) -> State:
     """Return a parameter's state: its values as their master, and zeros. Zero encodes 0."""
     local = local_of(parameter.detach())
@@ -74,9 +61,9 @@ def new_state(parameter: Tensor, kernel: StepDefinition, extras: Shapes) -> Stat
             f"columns: its codes have a scale for each block of {BLOCK}.",
             f"Shard matrices along their first dimension, or use '{storage.fallback}'.",
         )
-    state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+    state = State(step=host_tensor(0.0))
     if any(storage.code(name).lowest in (WINDOW, 2 * WINDOW) for name, _ in storage.states):
-        state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
+        state["window"] = host_tensor(WINDOW)
     for plane in kernel.planes:
         tensor = torch.zeros_like(local, dtype=plane.dtype)
         if plane.name == "master":
@@ -117,7 +104,7 @@ class LocalState:
         tensors: the local tensors of the state by name, without counts and notes: the planes, and
             for each scaled code a bound on the exact values of each block, float32. A rounded value
             may exceed its bound: the window ends at 1.7 times the power of two above.
-        row_shape: rows and columns.
+        row_shape: rows and columns in memory order. Without bounds each element is a row.
         extras: a matrix rule's states that are separate from the weight, float32.
         step: the number of steps taken. Its tensor is float32 on the CPU.
         place: of its first stream among the tensors of a step.
@@ -139,30 +126,38 @@ class LocalState:
         step = entry["step"]
         # A script may have set a number, or moved it to a device, where a step would wait for it.
         if type(step) is not Tensor or not step.is_cpu or step.dtype is not torch.float32:
-            step = entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            step = entry["step"] = host_tensor(float(step))
         self.step = int(step)
         self.place = 0
         self.gradient: Any = None
         self.change: Any = None
-        if not kernel.packed_names.isdisjoint(entry):
-            strange = kernel.packed_names & entry.keys()
+        strange = kernel.packed_names & entry.keys()
+        if strange:
             raise RecipeError(
                 f"Cannot step with '{min(strange)}' in a state whose '{min(strange)}' is packed.",
                 "Remove it, and call optimizer.adopt(weights, states).",
             )
+        shape = self.parameter.shape
         dims = row_dims(owner.shape) if kernel.scaled else 0
-        self.row_shape = as_rows(self.parameter.shape, dims)
-        specs = specs_of(owner, kernel, extras)
-        device = self.parameter.device
+        first = len(shape) - dims
+        self.row_shape = math.prod(shape[:first]), math.prod(shape[first:])
         self.tensors: dict[str, Tensor] = {}
-        for name, (dtype, shape) in specs.items():
-            local = local_of(entry.get(name))
-            check_tensor(name, local, dtype, shape, kernel)
-            if local.device != device:  # the model has moved
-                entry[name] = entry[name].to(device)
-                local = local_of(entry[name])
-            self.tensors[name] = local
+        for plane in kernel.planes:
+            self._take(plane.name, plane.dtype, shape)
+        for name in kernel.scaled:
+            self._take(f"{name}_bound", torch.float32, bounds_shape(shape, dims))
+        for name, form in extras.items():
+            self._take(name, torch.float32, form)
         self.extras = {name: self.tensors[name] for name in extras}
+
+    def _take(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Take a tensor of the state, to the parameter's device if the model has moved."""
+        local = local_of(self.entry.get(name))
+        check_tensor(name, local, dtype, shape, self.kernel)
+        if local.device != self.parameter.device:
+            self.entry[name] = self.entry[name].to(self.parameter.device)
+            local = local_of(self.entry[name])
+        self.tensors[name] = local
 
     def streams(self) -> list[Tensor]:
         """Return the tensors that a kernel reads and writes, in the order of its table."""

@@ -11,7 +11,7 @@ An elementwise rule steps the tensors of a param group that have taken as many s
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import gathered, own_part
-from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
+from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.optim.step import kernel_proof, run_definition
 from narrowgauge.optim.step.launch import Batch, addresses_of
 from narrowgauge.optim.step.state import LocalState
@@ -60,17 +60,25 @@ def run(optimizer: Any, batches: Sequence[Batch], control: Tensor) -> None:
 
 
 def _step_matrix(optimizer: Any, batch: Batch, state: LocalState) -> None:
-    """Step one parameter by a matrix rule."""
+    """Step one parameter by a matrix rule: replace its gradient by the step of each matrix, and
+    store the rule's own states.
+    """
     owner = state.owner
+    rule: Any = state.kernel.rule
     options = optimizer.param_groups[batch.place]
+    is_skipped = batch.numbers.control[1] != 0
     state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
     run_definition.average_gradient(state, batch.numbers)
-    matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
+    matrices = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
     state.change = None
-    for place in np.ndindex(matrix.shape[:-2]):  # of one matrix, the empty place
-        _direct(state, matrix[place], place, options, batch.numbers.control)
-    state.change = own_part(owner, matrix.view(owner.shape))
-    del matrix
+    for place in np.ndindex(matrices.shape[:-2]):  # of one matrix, the empty place
+        states = {name: memory[place] for name, memory in state.extras.items()}
+        change, new = rule.direction(matrices[place], states, options, state.step + 1)
+        for name, values in new.items():
+            states[name].copy_(torch.where(is_skipped, states[name], values))
+        matrices[place].copy_(change)
+    state.change = own_part(owner, matrices.view(owner.shape))
+    del matrices
     state.place = 0
     alone = Batch(batch.place, [state])
     alone.numbers = batch.numbers
@@ -100,36 +108,21 @@ def _write(optimizer: Any, batch: Batch) -> None:
 
 def _choose(batch: Batch, compile: bool | None) -> None:
     """Decide how a batch steps."""
-    kernel = batch.kernel
+    pair = batch.kernel.rule, batch.kernel.storage
+    way = language_on(batch.device)
+    is_written = has_kernel(*pair, way)
+    count = sum(rows * columns for rows, columns in batch.forms)
     reason = ""
     if compile is False:
         reason = "compile=False"
-    way = language_on(batch.device)
-    if has_kernel(kernel.rule, kernel.storage, way):
-        reason = reason or kernel_proof.why_no_kernel(kernel.rule, kernel.storage, batch.device)
-    else:
-        way = TORCH
-        count = sum(rows * columns for rows, columns in batch.forms)
-        if batch.device.type == "cpu" and count < COMPILE_ELEMENTS and not compile:
-            why = f"{count:,} elements, and no kernel is written for the rule or storage"
-            reason = reason or why
-    batch.how = f"definition: {reason}" if reason else way
-    if batch.how == way != TORCH:
+    elif is_written:
+        reason = kernel_proof.why_no_kernel(*pair, batch.device)
+    elif batch.device.type == "cpu" and count < COMPILE_ELEMENTS and not compile:
+        reason = f"{count:,} elements, and no kernel is written for the rule or storage"
+    if reason:
+        batch.how = f"definition: {reason}"
+    elif is_written:
+        batch.how = way
         batch.lay_out()
-
-
-def _direct(
-    state: LocalState,
-    matrix: Tensor,
-    index: tuple[int, ...],
-    options: Mapping[str, Any],
-    control: Tensor,
-) -> None:
-    """Replace the gradient of a whole matrix by its step, and store its own states."""
-    rule = state.kernel.rule
-    assert isinstance(rule, MatrixRule)
-    states = {name: memory[index] for name, memory in state.extras.items()}
-    change, new = rule.direction(matrix, states, options, state.step + 1)
-    for name, values in new.items():
-        states[name].copy_(torch.where(control[1] != 0, states[name], values))
-    matrix.copy_(change)
+    else:
+        batch.how = TORCH

@@ -24,9 +24,9 @@ from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import dropped_bits, planes_of
-from narrowgauge.optim.step.codes import Fields, Lane
+from narrowgauge.optim.step.codes import Lane, Written
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.torch_names import to_device
+from narrowgauge.torch_support.torch_names import host_tensor, to_device
 
 CONTROL = ("gradient_scale", "skip")
 """The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change
@@ -81,8 +81,8 @@ class StepScalars:
     def values(self) -> Tensor:
         """Return the scalars of ``CONTROL`` and of the rule, in the rule's dtype."""
         dtype = codes.value_dtype(self.kernel.storage)
-        scalars = torch.tensor(self.scalars, dtype=dtype, device="cpu")
-        return torch.cat([self.control.to(dtype), to_device(scalars, self.control.device)])
+        scalars = to_device(host_tensor(self.scalars, dtype), self.control.device)
+        return torch.cat([self.control.to(dtype), scalars])
 
     @cached_property
     def on_host(self) -> Tensor:
@@ -94,9 +94,7 @@ class StepScalars:
     @cached_property
     def seed(self) -> Tensor:
         """Return the seed, 0-d int32."""
-        return to_device(
-            torch.tensor(self.key, dtype=torch.int32, device="cpu"), self.control.device
-        )
+        return to_device(host_tensor(self.key, torch.int32), self.control.device)
 
 
 def named(rule: AnyRule, values: Tensor) -> dict[str, Tensor]:
@@ -109,9 +107,7 @@ def finite_or_zero(weight: Tensor) -> Tensor:
     return torch.where(weight.abs() < math.inf, weight, 0.0)
 
 
-def in_expansions(
-    rule: Rule, storage: Storage, lane: Lane, scalars: Scalars
-) -> tuple[Tensor, Fields]:
+def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
@@ -153,7 +149,7 @@ def applied(
 
 def step_elements(
     rule: AnyRule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor, change: Any = None
-) -> tuple[Tensor, Fields]:
+) -> Written:
     """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its
     average and decay. Return the bits of the visible weight, and all fields.
 

@@ -185,16 +185,6 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
 
 
 @triton.jit
-def larger_of(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def sum_of(a, b):
-    return a + b
-
-
-@triton.jit
 def find(
     table, tensor_of_program, control, ADDRESSES: tl.constexpr, IS_SCALED: tl.constexpr = False
 ):
@@ -215,7 +205,7 @@ def find(
     if control is not None:
         size = tl.where(tl.load(control + 1) == 0, size, 0)
     num_whole = size // 16 * tl.load(sizes + 4).to(tl.int32) * 16
-    is_odd = tl.reduce(size - num_whole, 0, larger_of) > 0
+    is_odd = tl.max(size - num_whole, 0) > 0
     return (row, begin, size, block, num_whole, is_odd), sizes
 
 
@@ -267,7 +257,7 @@ def load_gradient(tile, format):
 @triton.jit
 def peaks_of(x):
     """Return the largest magnitude of each block. A NaN is the largest."""
-    return float_of(tl.reduce(int_of(x) & MAGNITUDE, 1, larger_of))
+    return float_of(tl.max(int_of(x) & MAGNITUDE, 1))
 
 
 # ── blocks with scales: a rule's step of the largest magnitudes of a block bounds its new states ──
@@ -360,7 +350,7 @@ def step(table, tensor_of_program, numbers, control, row: tl.constexpr):
 @triton.jit
 def add_counts(word, counts):
     """Add the sum of counts: its low 32 bits to a word, and the others 16 words on."""
-    count = tl.reduce(tl.reduce(counts.to(tl.int64), 1, sum_of), 0, sum_of)
+    count = tl.sum(tl.sum(counts.to(tl.int64), 1), 0)
     tl.atomic_add(word, count & 0xFFFFFFFF)
     tl.atomic_add(word + 16, count >> 32)
 
@@ -372,7 +362,7 @@ def squares(table, tensor_of_program, words, SLOTS: tl.constexpr, WORDS: tl.cons
     x = load_gradient(tile, tl.load(sizes + 3))
     slot = words + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * WORDS
     bits = int_of(x) & MAGNITUDE
-    largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)
+    largest = tl.max(tl.max(bits, 1), 0)
     if largest >= 0x7F800000:
         tl.atomic_add(slot + WORDS - 1, tl.where(largest > 0x7F800000, 1 << 32, 1).to(tl.int64))
         largest = 0
@@ -385,4 +375,4 @@ def squares(table, tensor_of_program, words, SLOTS: tl.constexpr, WORDS: tl.cons
         add_counts(slot + top + 41, tl.floor(steps))
         add_counts(slot + top + 20, (steps - tl.floor(steps)) * 2.0**42)
         bits = tl.where(is_near, 0, bits)
-        largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)
+        largest = tl.max(tl.max(bits, 1), 0)
