@@ -38,8 +38,8 @@ def decide(library: Any, norm: Any, options: Iterable[Any]) -> tuple[Any, Any, A
 
 
 def step_control(
-    squares: Tensor | None, device: torch.device, *, max_norm: float | None, grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    squares: Tensor | None, device: torch.device, *, max_norm: float | None, grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the scalars of ``CONTROL``, float32 ``[2]``, and the norm of all unscaled gradients if
     it is used. Then a step whose norm is not finite is skipped.

@@ -411,8 +411,15 @@ class Optimizer(torch.optim.Optimizer):
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        if self.scales_loss and found_inf is None:
-            validation.refuse_unscaled(roster.gradients)
+        is_unscaled = self.scales_loss and found_inf is None
+        # Distributed checkpoints make a state by a step along zeros, which have any scale.
+        if is_unscaled and any(bool(local_of(x).any()) for x in roster.gradients):
+            raise RecipeError(
+                "Cannot step because nobody scaled the loss, and small gradients are zero in "
+                "float16.",
+                "Call scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update() of "
+                "a torch.amp.GradScaler. Or take a bfloat16 recipe.",
+            )
         squares = None
         if self.max_grad_norm is not None:
             squares = roster.squares()

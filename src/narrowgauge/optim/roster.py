@@ -91,7 +91,14 @@ class Roster:
                 gradient = raw.float()
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
-                validation.refuse_gradient(parameter, gradient)
+                # Autograd keeps shapes equal until `.data` is another tensor.
+                raise RecipeError(
+                    f"Cannot step a {type(parameter).__name__} of shape {tuple(parameter.shape)} "
+                    f"because its gradient is a {type(gradient).__name__} of {gradient.layout} and "
+                    f"shape {tuple(gradient.shape)}.",
+                    "Build embeddings with sparse=False, distribute both alike (parallelize_module), "
+                    "and drop gradients when a parameter is resized.",
+                )
             state.gradient = local.resolve_neg().contiguous()  # a kernel reads memory
             self.gradients.append(gradient)
             self.is_plain &= gradient is raw and state.gradient is local

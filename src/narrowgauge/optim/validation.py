@@ -1,4 +1,5 @@
-"""Checks of the optimizer: options out of range, parameters and gradients in the wrong format.
+"""Checks of the optimizer: options out of range, parameters on several devices, seeds that differ
+between ranks, states of other parameters.
 
 The options of a rule are checked when a param group is added or loaded, and at the step after a
 script has set them.
@@ -15,10 +16,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
-from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.rules.elementwise import ADAMW, Options
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.step.parameter_formats import is_shared_by_ranks
 from narrowgauge.spec.require import require_choice, require_number
@@ -37,13 +37,13 @@ NEVER = {
 """Options that no rule obeys, and what to do instead."""
 
 
-def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
+def check_options(group: Options, rule: AnyRule) -> None:
     """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey."""
     for name in group:
         check_option(group, name, rule)
 
 
-def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
+def check_option(group: Options, name: str, rule: AnyRule) -> None:
     """Refuse an option of a group, as :func:`check_options`.
 
     A negative ``lr`` passes: a schedule may end slightly below 0. A user's rule checks its own
@@ -87,7 +87,7 @@ def check_option(group: Mapping[str, Any], name: str, rule: AnyRule) -> None:
         _refuse_unknown(name, rule.name)
 
 
-def check_arguments(owner: type, names: Iterable[str], others: Mapping[str, Any]) -> None:
+def check_arguments(owner: type, names: Iterable[str], others: Options) -> None:
     """Refuse arguments that an optimizer does not have. ``names`` are those that it has.
 
     What ``torch.optim`` has besides is ignored, or refused if it would change a step.
@@ -133,10 +133,10 @@ def device_of_step(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-# ── parameters and gradients ──────────────────────────────────────────────────────────────────────
+# ── parameters ────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_seeds(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> None:
+def check_seeds(groups: Sequence[Options], names: Mapping[Tensor, str]) -> None:
     """Refuse a seed that differs from the seed of another rank's optimizer of equal parameters.
 
     The ranks compare in the store where they met, so none waits for another.
@@ -153,32 +153,6 @@ def check_seeds(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]
             f"Cannot step with seed = {groups[0]['seed']} because another rank, which has the same "
             "parameters, has another seed: their weights would differ.",
             "Pass the same seed= on every rank.",
-        )
-
-
-def refuse_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel takes. Autograd keeps shapes equal until ``.data`` is another
-    tensor.
-    """
-    raise RecipeError(
-        f"Cannot step a {type(parameter).__name__} of shape {tuple(parameter.shape)} because its "
-        f"gradient is a {type(gradient).__name__} of {gradient.layout} and shape "
-        f"{tuple(gradient.shape)}.",
-        "Build embeddings with sparse=False, distribute both alike (parallelize_module), and drop "
-        "gradients when a parameter is resized.",
-    )
-
-
-def refuse_unscaled(gradients: Iterable[Tensor]) -> None:
-    """Refuse float16's gradients of a loss that nobody scaled: the small ones are zero.
-
-    Distributed checkpoints make a state by a step along zeros, which have any scale.
-    """
-    if any(bool(local_of(gradient).any()) for gradient in gradients):
-        raise RecipeError(
-            "Cannot step because nobody scaled the loss, and small gradients are zero in float16.",
-            "Call scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update() of a "
-            "torch.amp.GradScaler. Or take a bfloat16 recipe.",
         )
 
 

@@ -18,7 +18,7 @@ from narrowgauge.optim.step.codes import Lane
 from narrowgauge.optim.step.launch import Batch
 from narrowgauge.optim.step.state_chunks import lane_of
 from narrowgauge.optim.step.step_definition import applied, finite_or_zero, named
-from narrowgauge.torch_support.torch_names import to_device
+from narrowgauge.torch_support.torch_names import host_tensor, to_device
 
 ELEMENTS = 256
 """Elements of a tensor."""
@@ -69,7 +69,7 @@ class AuditSample:
         blocks = []
         for rows, columns in batch.forms:
             taken = sample_of(rows * columns, most, self.key[1])
-            places = torch.arange(taken.start, taken.stop, taken.step, device="cpu")
+            places = host_tensor(taken, torch.int64)
             elements.append(places)
             blocks.append(places // columns * -(-columns // BLOCK) + places % columns // BLOCK)
         self._elements = torch.cat(elements)

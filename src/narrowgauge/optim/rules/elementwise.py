@@ -16,7 +16,14 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import sqrt
 
+Options = Mapping[str, Any]
+"""The options of a param group."""
+Numbers = tuple[float, ...]
+"""The scalars of one step, in the order of their names."""
 Scalars = Mapping[str, Tensor]
+"""The same by name."""
+Stepped = tuple[Any, ...]
+"""The intended change, and the new states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,8 @@ class Rule:
     name: str
     states: tuple[str, ...]
     scalars: tuple[str, ...]
-    prepare: Callable[[Mapping[str, Any], int], tuple[float, ...]]
-    update: Callable[..., tuple[Any, ...]]
+    prepare: Callable[[Options, int], Numbers]
+    update: Callable[..., Stepped]
     squares: tuple[str, ...] = ("exp_avg_sq",)
     decay: str = ""
     monotone: bool = False
@@ -86,7 +93,7 @@ def moving_average(average: Any, value: Any, weight: Any) -> Any:
     return torch.where(weight != 1, average + (value - average) * weight, value)
 
 
-def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def _adam_scalars(group: Options, step: int) -> Numbers:
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     correction1 = 1 - beta1**step
@@ -98,27 +105,27 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
 
 
-def _adamw_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def _adamw_scalars(group: Options, step: int) -> Numbers:
     return *_adam_scalars(group, step), -float(group["lr"]) * group["weight_decay"]
 
 
-def _adam_l2_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def _adam_l2_scalars(group: Options, step: int) -> Numbers:
     return *_adam_scalars(group, step), float(group["weight_decay"])
 
 
-def _without_decay(g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+def _without_decay(g: Any, m: Any, v: Any, s: Scalars) -> Stepped:
     m = moving_average(m, g, s["one_minus_beta1"])
     # The square of a finite gradient may be infinite. Such a weight is frozen, as torch's.
     v = torch.where(v < math.inf, moving_average(v, g * g, s["one_minus_beta2"]), v)
     return m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"]) * s["negative_step_size"], m, v
 
 
-def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> Stepped:
     change, m, v = _without_decay(g, m, v, s)
     return change + s["negative_decay"] * w, m, v
 
 
-def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> Stepped:
     return _without_decay(g + w * s["weight_decay"], m, v, s)
 
 
@@ -144,7 +151,7 @@ ADAM = Rule(
 )  # fmt: skip
 
 
-def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def _sgd_scalars(group: Options, step: int) -> Numbers:
     momentum = float(group["momentum"])
     nesterov = bool(group["nesterov"])
     decay = float(group["weight_decay"])
@@ -155,17 +162,17 @@ def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     return decay, momentum, gain, float(nesterov), momentum if nesterov else 1.0, rate
 
 
-def _sgd(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
+def _sgd(w: Any, g: Any, m: Any, s: Scalars) -> Stepped:
     g = g + w * s["weight_decay"]
     m = m * s["momentum"] + g * s["gain"]
     return (g * s["share_of_gradient"] + m * s["share_of_momentum"]) * s["negative_lr"], m
 
 
-def _plain_sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def _plain_sgd_scalars(group: Options, step: int) -> Numbers:
     return float(group["weight_decay"]), -float(group["lr"])
 
 
-def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
+def _plain_sgd(w: Any, g: Any, s: Scalars) -> Stepped:
     return ((g + w * s["weight_decay"]) * s["negative_lr"],)
 
 
@@ -182,13 +189,13 @@ _SGD_SCALARS = (
 SGD = Rule("sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, monotone=True)
 
 
-def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def _lion_scalars(group: Options, step: int) -> Numbers:
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     return 1 - beta1, 1 - beta2, -lr, -lr * group["weight_decay"]
 
 
-def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
+def _lion(w: Any, g: Any, m: Any, s: Scalars) -> Stepped:
     direction = moving_average(m, g, s["one_minus_beta1"]).sign()
     change = direction * s["negative_lr"] + w * s["negative_decay"]
     return change, moving_average(m, g, s["one_minus_beta2"])

@@ -14,17 +14,23 @@ its first dim against all others. A parameter of fewer than two is stepped by Ad
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.float32_matmul import add_product, matmul
-from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
+from narrowgauge.optim.rules.elementwise import (
+    ADAMW,
+    TINY,
+    Numbers,
+    Options,
+    Rule,
+    Scalars,
+    moving_average,
+)
 from narrowgauge.optim.rules.subspaces import is_tall, refreshed
 
-Options = Mapping[str, Any]
 MatrixStates = Mapping[str, Tensor]
 Result = tuple[Tensor, dict[str, Tensor]]
 NEGATIVE_DECAY = "negative_decay"
@@ -55,7 +61,7 @@ class MatrixRule:
     states: Callable[[tuple[int, int], Options], Shapes] | None
     direction: Callable[[Tensor, MatrixStates, Options, int], Result]
     scalars: tuple[str, ...]
-    prepare: Callable[[Options, int], tuple[float, ...]]
+    prepare: Callable[[Options, int], Numbers]
     decay: str = NEGATIVE_DECAY
     packed_states: tuple[str, ...] = ()
     average: Callable[[Tensor, MatrixStates, Scalars], Result] | None = None
@@ -86,7 +92,7 @@ def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> Shapes:
     return {name: (*number, *x) for name, x in rule.states((rows, cols), options).items()}
 
 
-def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
+def _decay_scalars(options: Options, step: int) -> Numbers:
     return (-float(options["lr"]) * float(options["weight_decay"]),)
 
 
@@ -139,7 +145,7 @@ def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
     return (x.mT if tall else x).float()
 
 
-def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
+def _muon_scalars(options: Options, step: int) -> Numbers:
     momentum = float(options["momentum"])
     others = momentum, 1 - momentum, float(options["nesterov"])
     return _decay_scalars(options, step) + others

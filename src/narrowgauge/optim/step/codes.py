@@ -170,19 +170,22 @@ def weight_word(visible: str, bits: Tensor) -> Tensor:
 # ── a weight and its states ───────────────────────────────────────────────────────────────────────
 
 
+Scales = Mapping[str, tuple[Tensor, Tensor]]
+"""The :func:`multipliers` of each row-scaled code by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Hold the inputs of a step for some elements: int32 bits of the visible weight
     (:func:`visible_value`), and the gradient in float32.
 
-    ``words`` are those of each plane; bits outside of fields may be anything. ``scales`` maps each
-    row-scaled code to its :func:`multipliers`.
+    ``words`` are those of each plane; bits outside of fields may be anything.
     """
 
     visible: Tensor
     gradient: Tensor
     words: Sequence[Tensor]
-    scales: Mapping[str, tuple[Tensor, Tensor]]
+    scales: Scales
 
 
 Fields = dict[str, Tensor]

@@ -14,7 +14,7 @@ from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.hashing import signed
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import BLOCK, INTEGER, planes_of
-from narrowgauge.optim.step.codes import Lane
+from narrowgauge.optim.step.codes import Fields, Lane, Scales
 from narrowgauge.optim.step.state import LocalState
 from narrowgauge.spec.storages import Storage
 
@@ -37,7 +37,7 @@ def lane_of(
     weight: Tensor,
     gradient: Tensor,
     planes: Iterable[Tensor],
-    scales: Mapping[str, tuple[Tensor, Tensor]],
+    scales: Scales,
 ) -> Lane:
     """Return the inputs of a step from stored values, or from their integers."""
     words = [word_of(values) for values in planes]
@@ -70,7 +70,7 @@ class StateChunk:
         columns = self.weight.shape[1]
         return of_blocks.repeat_interleave(min(BLOCK, columns), 1)[:, :columns]
 
-    def store(self, fields: Mapping[str, Tensor]) -> None:
+    def store(self, fields: Fields) -> None:
         """Write fields in place. Other fields stay."""
         for plane in planes_of(self.storage):
             written = [field for field in plane.fields if field.name in fields]

@@ -2,7 +2,6 @@
 codes.
 """
 
-import torch
 from torch import Tensor
 
 from narrowgauge.optim.step import codes
@@ -19,9 +18,8 @@ def stored(state: LocalState, name: str) -> Tensor:
     if name in state.extras:
         return state.extras[name].clone()
     storage = state.storage
-    shape = state.parameter.shape
     dtype = codes.value_dtype(storage)
-    result = torch.empty(shape, dtype=dtype, device=state.parameter.device)
+    result = state.parameter.new_empty(state.parameter.shape, dtype=dtype)
     for chunk in chunks_of(state, result):
         lane = chunk.lane()
         value = codes.read_state(storage, lane, name)

@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import gathered, own_part
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.optim.step import kernel_proof, run_definition
-from narrowgauge.optim.step.launch import Batch, addresses_of
+from narrowgauge.optim.step.launch import Batch, addresses_of, streams_of
 from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.step_cpp import has_kernel
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS
@@ -79,11 +79,10 @@ def _step_matrix(optimizer: Any, batch: Batch, state: LocalState) -> None:
         matrices[place].copy_(change)
     state.change = own_part(owner, matrices.view(owner.shape))
     del matrices
-    state.place = 0
+    tensors = streams_of([state])
     alone = Batch(batch.place, [state])
     alone.numbers = batch.numbers
     _choose(alone, optimizer.compile)
-    tensors = state.streams()
     alone.read(tensors, addresses_of(tensors))
     _write(optimizer, alone)
     state.change = None
