@@ -122,18 +122,12 @@ def test_a_matrix_rule_keeps_float32_moments_of_float32_weights():
         ng.Muon(Model().parameters(), adjust_lr_fn="match_rms_adamw")
 
 
-def test_the_warning_names_the_storage_of_what_was_rounded():
-    groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "storage": "word"}]
-    with pytest.warns(UserWarning, match="Rounded 16 float32 weights .* of 'word'"):
-        ng.AdamW(groups, storage="float32")
-
-
 def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them():
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
     with pytest.warns(UserWarning, match="Rounded 4,160 float32 weights .* of 'exact'"):
-        first = ng.AdamW(model.named_parameters(), storage="exact")
+        first = ng.AdamW([{"params": model.parameters(), "storage": "exact"}])
     assert torch.equal(first.stored(model.weight), before)
     second = ng.AdamW(model.parameters(), storage="exact")
     second.adopt({p: first.stored(p) for p in model.parameters()})
