@@ -102,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
     _roster: Roster | None = None
     _is_complete = False
     # Whether the last step was skipped, while this is on a device, and its counts of steps.
-    _pending: tuple[Tensor | HostCopy, list[Tensor]] | None = None
+    _pending: Any = None
 
     def __init__(
         self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str = "word",

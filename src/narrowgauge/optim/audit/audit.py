@@ -195,7 +195,9 @@ class Auditor:
         self._samples: dict[Tensor, AuditSample] = {}  # by the first of their tensors
 
     def before(self, batch: Batch, every: int) -> AuditSample | None:
-        """Read what the next step reads of a sample. Call :meth:`after` when it has written."""
+        """Read what the next step reads of a sample. When it has written, compare it, and put its
+        sums into ``fresh``.
+        """
         is_audited = (batch.num_steps + 1) % every == 0
         if not is_audited and not batch.kernel.cuts_states:
             return None
@@ -204,12 +206,6 @@ class Auditor:
             sample = self._samples[batch.owners[0]] = AuditSample(batch)
         sample.follow(batch, is_audited)
         return sample
-
-    def after(self, batch: Batch, sample: AuditSample) -> None:
-        """Compare what was stored with what was intended."""
-        sums = sample.compare(batch)
-        if sums is not None:
-            self.fresh.append((sample, HostCopy(sums)))
 
     def _append(self, owners: Sequence[Tensor | None], sums: Tensor) -> list[int]:
         """Put the sums and the number of a step in the place of the oldest ones. Return the places of

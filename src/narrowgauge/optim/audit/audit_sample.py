@@ -30,7 +30,7 @@ TURN = 1000
 """Steps of a sample, before one of other elements: second moments of beta2 = 0.999 last as long."""
 
 
-def sample_of(numel: int, most: int, turn: int = 0) -> range:
+def sample_of(numel: int, most: int, turn: int) -> range:
     """Return the places in memory of ``most`` elements of a tensor, evenly spaced, others in each
     turn.
 
@@ -159,9 +159,10 @@ class AuditSample:
         table = self._table(batch)
         if table is not None and isinstance(rule, Rule):
             tensors = self._elements, numbers.on_host, numbers.control, self._moments, self.change
-            pointers = [tensor.data_ptr() for tensor in (self._tensors, *tensors)]
-            count = len(self._elements)
-            table.kernels.follow(table.rows.ctypes.data, pointers[0], count, *pointers[1:], 0)
+            table.kernels.follow(
+                table.rows.ctypes.data, self._tensors.data_ptr(), len(self._elements),
+                *map(Tensor.data_ptr, tensors), 0,
+            )  # fmt: skip
             return
         scalars = named(rule, numbers.values)
         if isinstance(rule, MatrixRule):  # in audited steps

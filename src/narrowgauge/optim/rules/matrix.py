@@ -103,17 +103,6 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 (0.68 … 1.21), not at 1 itself.
 """
 
-LR_SCALES = {
-    # Every step of the same spectral norm, wider ones not counted.
-    "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
-    # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over, and
-    # one rate serves both.
-    "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
-}
-"""The factor of the learning rate for a matrix of ``(rows, cols)``; names as in
-``torch.optim.Muon``.
-"""
-
 
 def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
     """Return a matrix with the same singular vectors, and all singular values moved towards 1.
@@ -158,7 +147,14 @@ def _momentum(g: Tensor, states: MatrixStates, scalars: Scalars) -> Result:
 
 
 def _muon(g: Tensor, states: MatrixStates, options: Options, step: int) -> Result:
-    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
+    rows, cols = g.shape
+    # Every step of the same spectral norm, wider ones not counted.
+    scale = max(1.0, rows / cols) ** 0.5
+    if options["adjust_lr_fn"] == "match_rms_adamw":
+        # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over,
+        # and one rate serves both.
+        scale = 0.2 * max(rows, cols) ** 0.5
+    size = float(options["lr"]) * scale
     return orthogonalise(g, options["ns_steps"]).mul_(-size), {}
 
 

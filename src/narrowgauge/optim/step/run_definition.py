@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable
 from functools import cache, reduce
 from operator import or_
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.rules.elementwise import Scalars
+from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import block_peaks, planes_of
 from narrowgauge.optim.step.state import LocalState
@@ -83,7 +84,7 @@ def run(state: LocalState, numbers: StepScalars, *, is_compiled: bool = False) -
             chunk.bounds[name].data.copy_(bound)
 
 
-def new_bounds(chunk: StateChunk, rule: AnyRule, scalars: Scalars) -> dict[str, Tensor]:
+def new_bounds(chunk: StateChunk, rule: Any, scalars: Scalars) -> dict[str, Tensor]:
     """Return the bounds of blocks after a step, for each scaled state: no exact value exceeds it.
 
     The rule is monotone in magnitudes. So its step of the largest weight and gradient of a block,
@@ -92,7 +93,6 @@ def new_bounds(chunk: StateChunk, rule: AnyRule, scalars: Scalars) -> dict[str, 
     result: dict[str, Tensor] = {}
     if not chunk.bounds:
         return result
-    assert isinstance(rule, Rule)
     slopes = block_peaks(chunk.arguments[0]) * scalars["gradient_scale"].abs()
     weights = block_peaks(finite_or_zero(chunk.weight))
     zeros = torch.zeros_like(slopes)
@@ -114,8 +114,7 @@ def new_bounds(chunk: StateChunk, rule: AnyRule, scalars: Scalars) -> dict[str, 
 
 def average_gradient(state: LocalState, numbers: StepScalars) -> None:
     """Write a matrix rule's average of the gradients into ``change``, by the definition."""
-    rule = state.kernel.rule
-    assert isinstance(rule, MatrixRule)
+    rule: Any = state.kernel.rule
     scalars = named(rule, numbers.values)
     for chunk in chunks_of(state, state.gradient, state.change):
         gradient, into = chunk.arguments

@@ -26,6 +26,7 @@ from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.step_cpp import has_kernel
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS
 from narrowgauge.torch_support.proof import TORCH, language_on
+from narrowgauge.torch_support.torch_names import HostCopy
 
 
 def batches_of(work: Iterable[tuple[int, LocalState]], compile: bool | None) -> list[Batch]:
@@ -102,7 +103,9 @@ def _write(optimizer: Any, batch: Batch) -> None:
         for state in batch.states:
             run_definition.run(state, batch.numbers, is_compiled=batch.how == TORCH)
     if sample is not None:
-        optimizer.auditor.after(batch, sample)
+        sums = sample.compare(batch)
+        if sums is not None:
+            optimizer.auditor.fresh.append((sample, HostCopy(sums)))
 
 
 def _choose(batch: Batch, compile: bool | None) -> None:

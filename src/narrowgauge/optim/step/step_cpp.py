@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from narrowgauge.optim.rules import elementwise
-from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
+from narrowgauge.optim.rules.matrix import GALORE, MUON, AnyRule, MatrixRule
 from narrowgauge.optim.step.bit_layout import Field, fields_of, planes_of, roles
 from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.torch_support.cpp import build
@@ -29,15 +29,9 @@ RULES = {
     elementwise.PLAIN_SGD: "PlainSGD",
     elementwise.LION: "Lion",
     MUON: "Muon",
+    GALORE: "Given",
 }
 """The struct of each rule. Another elementwise rule runs by its definition."""
-
-
-def struct_of(rule: AnyRule) -> str:
-    """Return the struct of a rule, or an empty string."""
-    if isinstance(rule, MatrixRule) and rule.average is None:
-        return "Given"
-    return RULES.get(rule, "")
 
 
 def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
@@ -46,7 +40,7 @@ def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
     """
     if language != CPP and (storage.visible == "float16" or storage.weight.parts == 2):
         return False
-    return storage.arithmetic != "float64" and bool(struct_of(rule))
+    return storage.arithmetic != "float64" and rule in RULES
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ def row_of(rule: AnyRule, storage: Storage) -> KernelRow:
     fields.append(fields_of(storage).get("exp_avg_sq_low", Field()))
     is_given = isinstance(rule, MatrixRule)
     return KernelRow(
-        rule=struct_of(rule),
+        rule=RULES[rule],
         scalars=len(rule.scalars),
         is_given=is_given,
         addresses=1 + len(sizes) + is_given + len(storage.scaled),
