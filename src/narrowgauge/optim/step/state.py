@@ -131,16 +131,16 @@ class LocalState:
         self.place = 0
         self.gradient: Any = None
         self.change: Any = None
-        strange = kernel.packed_names & entry.keys()
-        if strange:
+        if not kernel.packed_names.isdisjoint(entry):
+            strange = min(kernel.packed_names & entry.keys())
             raise RecipeError(
-                f"Cannot step with '{min(strange)}' in a state whose '{min(strange)}' is packed.",
+                f"Cannot step with '{strange}' in a state whose '{strange}' is packed.",
                 "Remove it, and call optimizer.adopt(weights, states).",
             )
         shape = self.parameter.shape
         dims = row_dims(owner.shape) if kernel.scaled else 0
-        first = len(shape) - dims
-        self.row_shape = math.prod(shape[:first]), math.prod(shape[first:])
+        columns = math.prod(shape[len(shape) - dims :])
+        self.row_shape = self.parameter.numel() // max(1, columns), columns
         self.tensors: dict[str, Tensor] = {}
         for plane in kernel.planes:
             self._take(plane.name, plane.dtype, shape)
