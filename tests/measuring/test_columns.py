@@ -160,7 +160,7 @@ def test_an_area_says_how_many_rows_showed_it():
 @pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area])
 def test_one_row_has_no_course(name):
     """What ranks hold is compared in one row. All else is read over several."""
-    value = [] if name in ("apart", "unsummed") else 0.5
+    value = {"apart": [], "unsummed": [], "stored": {"a": 1.0}}.get(name, 0.5)
     rows = [{"step": 1, name: value}]
     run = Run(Path("run"), {}, *([[], rows] if name == "val_loss" else [rows, []]))
     area = COLUMNS[name].area

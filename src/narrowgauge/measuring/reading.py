@@ -96,8 +96,9 @@ def measured(
     """
     kind = KINDS[what]
     tensor = tensors if isinstance(tensors, str) else of_all(tensors)
-    limit = kind.bound if bound is None else bound
-    return Reading(step, stage or kind.stage, tensor, what, value, expected, limit)
+    if bound is None:
+        bound = kind.bound
+    return Reading(step, stage or kind.stage, tensor, what, value, expected, bound)
 
 
 def in_order(readings: Iterable[Reading]) -> list[Reading]:
@@ -149,11 +150,16 @@ class Readings(Sequence[Reading]):
         unseen: what was not looked at, each with the reason or the flag that enables it; empty text
             if none does.
 
+    Attributes:
+        also: further attributes that JSON has.
+
     Example:
         >>> print(Readings([], ["AdamW: float32 weights"], "28 tensors"))
         AdamW: float32 weights
         Nothing found: 28 tensors.
     """
+
+    also: Sequence[str] = ()
 
     def __init__(
         self,
@@ -179,13 +185,11 @@ class Readings(Sequence[Reading]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the readings as values for JSON."""
-        return {
-            "ok": self.ok,
-            "lines": self.lines,
-            "readings": [reading.to_dict() for reading in self.readings],
-            "looked_at": self.looked_at,
-            "unseen": self.unseen,
-        }
+        readings = [reading.to_dict() for reading in self.readings]
+        values = {"ok": self.ok, "lines": self.lines, "readings": readings}
+        for name in ("looked_at", "unseen", *self.also):
+            values[name] = getattr(self, name)
+        return values
 
     def __getitem__(self, index: Any) -> Any:
         return self.readings[index]

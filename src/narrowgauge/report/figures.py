@@ -22,8 +22,6 @@ LEFT = 52
 TOP = 26
 HEIGHT = 200
 """Of the axes, which begin at ``LEFT`` and ``TOP``."""
-LONGEST = 24
-"""Letters of a label, of which two stand in a row."""
 POINTS = 700
 """A figure has about this many points: longer lines are drawn by means of equal parts."""
 FIGURE = (
@@ -66,7 +64,7 @@ class Axis(NamedTuple):
 
 
 def figure(
-    heading: tuple[str, str, str],
+    heading: Sequence[str],
     lines: Sequence[Line],
     shown: Sequence[float] = (),
     band: float = 0.0,
@@ -97,16 +95,14 @@ def figure(
 
 
 def _names(lines: Sequence[Line]) -> tuple[str, float]:
-    """Return the names of lines, two in a row below the axes, and where the last row ends."""
+    """Return the names of lines, below each other and the axes, and where the last one ends."""
     names = ""
-    y = TOP + HEIGHT + 26
-    for place, line in enumerate(lines):
-        x = LEFT + 200 * (place % 2)
-        names += CURVE(line.colour, 3, line.dash, "", f"M{x - 26} {y + 12}h20")
-        words = line.label if len(line.label) <= LONGEST else f"{line.label[: LONGEST - 1]}…"
-        names += TEXT(x, y + 16, "start", escape(words))
-        y += 18 * (place % 2)
-    return names, y + 22
+    y = TOP + HEIGHT + 42
+    for line in lines:
+        names += CURVE(line.colour, 3, line.dash, "", f"M{LEFT - 26} {y - 4}h20")
+        names += TEXT(LEFT, y, "start", escape(line.label))
+        y += 18
+    return names, y
 
 
 def _scales(across: Axis, down: Axis) -> list[str]:
@@ -154,8 +150,8 @@ def axis_range(values: np.ndarray, shown: Sequence[float] = ()) -> tuple[float, 
     """Return an axis around nearly all values: a spike or a diverged run does not flatten the rest.
 
     Example:
-        >>> axis_range(np.array([1.0, 0.999]), (0.0, 1.1))
-        (0.0, 1.1)
+        >>> axis_range(np.array([1.0, 0.9]), (0.0, 2.0))
+        (-0.1, 2.1)
     """
     finite = values[np.isfinite(values)].tolist()
     low, quarter, middle, high = np.percentile(finite or [0.0], [0, 25, 75, 100]).tolist()
@@ -163,8 +159,7 @@ def axis_range(values: np.ndarray, shown: Sequence[float] = ()) -> tuple[float, 
     low = min(max(low, quarter - reach), *shown, high)
     high = max(min(high, middle + reach), *shown, low)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    bottom = low if low in shown else low - margin
-    return bottom, high if high in shown and high > low else high + margin
+    return low - margin, high + margin
 
 
 def thinned(line: Line, size: int) -> Line:

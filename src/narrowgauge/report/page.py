@@ -114,20 +114,20 @@ def _box(tag: str, name: str, content: str) -> str:
 def figures(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     """Yield each figure with its caption. One that no run has values for is left out."""
     band = comparison.acceptable
-    edges = (-1.5 * band, 1.5 * band)
-    for name, lines in lines_of(runs).items():
-        title, caption, unit = CURVES[name].curve
+    lines_by_column = lines_of(runs)
+    for name, column in CURVES.items():
+        lines = lines_by_column.get(name, [])
         if lines:
-            yield figure((title, caption, unit), with_means(lines), CURVES[name].axis)
-        apart = differences(lines, comparison.baseline) if CURVES[name].unit == "loss" else []
+            yield figure(column.curve, with_means(lines), column.axis)
+        apart = differences(lines, comparison.baseline) if column.unit == "loss" else []
         if apart:
-            title = f"{title} minus {comparison.baseline}"
-            caption = "Of the same seed. Grey: ±1 % of the loss."
-            yield figure((title, caption, unit), with_means(apart), edges, band)
+            title = f"{column.curve[0]} minus {comparison.baseline}"
+            heading = (title, "Of the same seed. Grey: ±1 % of the loss.", column.curve[2])
+            yield figure(heading, with_means(apart), (-1.5 * band, 1.5 * band), band)
 
 
 def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
-    """Return a line per run that has values, for each column that is drawn.
+    """Return a line per run that has values, by column that is drawn.
 
     A colour is a recipe; of one recipe it is a seed.
     """
@@ -135,12 +135,13 @@ def lines_of(runs: Sequence[Run]) -> dict[str, list[Line]]:
     if len(set(labels)) == 1 < len(runs):
         labels = [f"seed {seed_of(run)}" for run in runs]
     styles = dict(zip(dict.fromkeys(labels), cycle(STYLES), strict=False))
-    lines: dict[str, list[Line]] = {column: [] for column in CURVES}
+    lines = dict[str, list[Line]]()
     for run, label in zip(runs, labels, strict=True):
         dash, colour = styles[label]
         for rows in (run.steps, run.evals):
             for name, (steps, values) in points_in(rows).items():
-                lines[name].append(Line(label, colour, seed_of(run), steps, values, dash=dash))
+                line = Line(label, colour, seed_of(run), steps, values, dash=dash)
+                lines.setdefault(name, []).append(line)
     return lines
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import damaged, disk_errors
+from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
 
@@ -55,18 +55,19 @@ def log_file(path: Path) -> Path | None:
     A folder may hold many tables, so none of them is its log.
     """
     with disk_errors(path):
-        if path.is_file():
-            is_known = path.suffix.lower() in (".csv", ".log", ".txt") or _is_state(path)
-            return path if is_known else None
-        return next(filter(Path.is_file, (path / _STATE, path / _METRICS)), None)
+        for file in (path, path / _STATE, path / _METRICS):
+            is_known = file.suffix.lower() in (".csv", ".log", ".txt") or _is_state(file)
+            if is_known and file.is_file():
+                return file
+    return None
 
 
 def _is_state(file: Path) -> bool:
-    """Return whether a file is a ``trainer_state.json``, under any name."""
-    return file.suffix.lower() == ".json" and b'"log_history"' in file.read_bytes()
+    """Return whether a path is a ``trainer_state.json``, under any name."""
+    return file.suffix.lower() == ".json" and b'"log_history"' in (read_bytes(file) or b"")
 
 
-def read_log(path: Path) -> dict[str, Any]:
+def read_log(path: Path) -> Row:
     """Return the fields of the :class:`narrowgauge.runs.record.Run` that a log describes."""
     file = log_file(path) or path
     with disk_errors(file):

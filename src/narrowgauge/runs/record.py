@@ -185,8 +185,7 @@ def rows_in(file: Path, notes: list[str]) -> Iterator[Row]:
     """Yield the rows of a file. Drop lines that do not parse, with a note, and a torn last one."""
     wrong = []
     number = 0
-    for line, row in lines_in(file):
-        number += line.endswith(b"\n")
+    for number, (line, row) in enumerate(lines_in(file), 1):
         if row is not None:
             yield row
         elif line.endswith(b"\n"):

@@ -99,8 +99,8 @@ class Record:
 
         ``run`` is as for :meth:`create`.
         """
-        content = {**plain(run), "schema_version": VERSION}
-        write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
+        content = tomli_w.dumps(plain(run) | {"schema_version": VERSION})
+        write_whole(self.path / "run.toml", content.encode())
 
     def append(self, kind: str, row: Row) -> Row:
         """Append a row to ``KIND.jsonl``, and return it as written. Cost: about 40 µs."""

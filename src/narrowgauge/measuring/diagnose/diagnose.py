@@ -53,6 +53,8 @@ class Diagnosis(Readings):
         verdict: the result in one sentence.
     """
 
+    also = ("verdict", "is_finished")
+
     def __init__(self, run: Run) -> None:
         laws = Laws(ignored(run))
         readings = readings_of(run, laws)
@@ -65,7 +67,7 @@ class Diagnosis(Readings):
         rows = plural(laws.num_rows, "row")
         if self.readings:
             number = plural(len(self), "reading")
-            self.verdict = f"{number} beyond the bound, the first at step {self.readings[0].step}."
+            self.verdict = f"{number} beyond the bound, the first at step {self[0].step}."
         elif self.areas:
             places = [_shown(area, laws, self.unseen) for area in self.areas]
             self.verdict = f"Nothing found: {rows} watched; looked at {', '.join(places)}."
@@ -82,12 +84,7 @@ class Diagnosis(Readings):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""
-        return super().to_dict() | {
-            "run": self.name,
-            "verdict": self.verdict,
-            "is_finished": self.is_finished,
-            "looked_at": self.areas,
-        }
+        return super().to_dict() | {"run": self.name, "looked_at": self.areas}
 
 
 def diagnose(
@@ -165,8 +162,8 @@ def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> 
     """
     unseen = {}
     for reading in laws.usual:
-        sentence = reading.text.partition(". ")[0]
-        unseen[f"{reading.what} of {reading.tensor or 'the run'}"] = sentence
+        name = f"{reading.what} of {reading.tensor or 'the run'}"
+        unseen[name] = reading.text.partition(". ")[0]
     looked_at = laws.looked_at()
     flags = {} if run.is_foreign else FLAGS
     recorded = {COLUMNS[name].area for name in laws.columns}
@@ -177,10 +174,8 @@ def _unseen(run: Run, laws: Laws, areas: list[str], readings: list[Reading]) -> 
     for row in run.events:
         name = str(row.get("tensor") or "the run")
         if row["what"] == "unseen":
+            unseen.pop(name.partition(" by ")[0], None)  # of an area only a part was not seen
             unseen[name] = str(row.get("text") or "").rstrip(".")
-            area, by, _ = name.partition(" by ")
-            if by:
-                unseen.pop(area, None)
         elif row["what"] in KINDS.keys() - told:
             words = f"was told of step {row['step']}, not of the last"
             unseen.setdefault(f"{row['what']} of {name}", words)
@@ -202,18 +197,20 @@ def readings_of(run: Run, laws: Laws) -> list[Reading]:
     """Return the readings of a run: the first of each kind and stage. Of a count over the run return
     the newest.
     """
-    readings: dict[tuple[str, str], Reading] = {}
-    last = []
+    first = dict[tuple[str, str], Reading]()
+    counts = first.copy()
     for step in steps_of(run):
-        last = laws.read(step)
-        for reading in last:
+        counts = {}
+        for reading in laws.read(step):
+            key = reading.what, reading.stage
             if KINDS[reading.what].over == "step":
-                readings.setdefault((reading.what, reading.stage), reading)
-    readings |= {(r.what, r.stage): r for r in last if KINDS[r.what].over != "step"}
-    found = [*readings.values()]
+                first.setdefault(key, reading)
+            else:
+                counts[key] = reading
+    readings = [*{**first, **counts}.values()]
     if "not-restored" not in laws.ignore:
-        found += _not_restored(run)
-    return found
+        readings += _not_restored(run)
+    return readings
 
 
 def _not_restored(run: Run) -> Iterator[Reading]:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any
 
 from narrowgauge.measuring.diagnose.settings_diff import PROGRAM, recipe_of, settings_diff
 from narrowgauge.measuring.reading import STAGES, Reading, Readings
@@ -71,15 +70,11 @@ class ComparedValue:
     def bound(self, other: ComparedValue, u: float) -> float | None:
         """Return the difference that rounding explains, of a unit roundoff; ``None`` if that is not known."""
         unit = self.column.unit
-        if unit == "share":
-            return SHARE
         if self.value is None or other.value is None:
             return None
         size = max(abs(self.value), abs(other.value)) or 1.0
-        if unit == "other":
-            return SHARE * size
         if unit not in LEAST:
-            return 0.0
+            return {"share": SHARE, "other": SHARE * size}.get(unit, 0.0)
         count = 1 if unit == "size" else self.count
         if u == math.inf or not count:
             return None
@@ -104,15 +99,11 @@ class FirstDifference(Readings):
         verdict: the result in one sentence.
     """
 
+    also = ("names", "verdict", "is_rounding", "settings")
     names: list[str]
     settings: dict[str, tuple[str, str]]
     verdict = "Cannot compare the records because they have no step in common."
     is_rounding = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as values for JSON."""
-        names = ("names", "verdict", "is_rounding", "settings")
-        return super().to_dict() | {name: getattr(self, name) for name in names}
 
 
 def first_difference(first: Run, second: Run) -> FirstDifference:
@@ -243,9 +234,8 @@ def _entries(row: Row, step: int) -> Values:
         elif kind == "tokens":
             tokens = tokens or numel
             norm = None  # of integers
-        if kind in HASHED:
-            ranks = more[1] if len(more) > 1 else [bits]  # after the format
-            entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, ranks)
+        ranks = more[1] if len(more) > 1 else [bits]  # after the format
+        entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, ranks)
     for name, x in row.items():
         column = COLUMNS.get(name, OTHER)
         is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))

@@ -26,10 +26,10 @@ MANY = 20
 
 
 @reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped", least=2)
-def nonfinite(emit: Emit, least: int = 3) -> Law:
+def nonfinite(emit: Emit) -> Law:
     """Read the first place of the run that is not finite, once: it makes all later ones so.
 
-    A loss scaler skips what overflows. A log without skipped steps must hold several such
+    A loss scaler skips what overflows. A log without skipped steps must hold three such
     norms in a row.
     """
     bad_steps: list[int] = []
@@ -44,10 +44,10 @@ def nonfinite(emit: Emit, least: int = 3) -> Law:
             continue
         bad_steps.append(step.step)
         is_known = stage != "gradient" or step.skipped is not None or step.bad
-        if is_known or len(bad_steps) >= least:
+        if is_known or len(bad_steps) >= 3:
+            was_reported = True
             count = step.bad_values if names else 1
             emit("nonfinite", names, count, step=bad_steps[0], stage=stage)
-            was_reported = True
 
 
 def _first_bad(step: StepMetrics) -> tuple[str, list[str]]:
@@ -88,8 +88,7 @@ def count_of(
                 total += 1
                 most = max(most, len(names))
                 counts.update(names)
-                for name in names:
-                    since.setdefault(name, step.step)
+                since = dict.fromkeys(names, step.step) | since
             if total < (FEW if counts[""] == total else MANY):
                 continue
             tensors = [name for name, _ in counts.most_common()]
@@ -191,11 +190,11 @@ def jump(emit: Emit) -> Law:
             continue
         recent.append(step)
         *steps_before, far = recent
-        if len(recent) == 5 and (recent[0].largest or 0.0) > step.largest:
+        if len(recent) == 5 and recent[0].largest > step.largest:
             far, *steps_before = recent
         if steps_before:
-            usual = median(x.largest or 0.0 for x in steps_before)
+            usual = median(x.largest for x in steps_before)
             usual = max(usual, *(x.lr or 0.0 for x in recent))
             bound = KINDS["weights-jump"].bound * usual
-            if (far.largest or 0.0) > bound:
+            if far.largest > bound:
                 emit("weights-jump", far.largest_in or "", far.largest, None, bound, step=far.step)

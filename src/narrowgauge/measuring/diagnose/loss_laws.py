@@ -18,11 +18,7 @@ def skipped(emit: Emit) -> Law:
 
     Rows that come evenly between steps are of micro-batches, without a loss scale.
     """
-    count = 0
-    taken = 0
-    leading = 0
-    since = 0
-    last = 0
+    count = taken = leading = since = last = 0
     gaps = set()
     has_scale = False
     while True:
@@ -86,7 +82,7 @@ def spikes(emit: Emit) -> Law:
 
 
 @reads("tokens_per_second", "seconds", least=40)
-def throughput(emit: Emit, size: int = 20, least_seconds: float = 10.0) -> Law:
+def throughput(emit: Emit) -> Law:
     """Read steps that became slower for long.
 
     Single slow steps do not count: they compile, evaluate or save. Neither does less than ten lost
@@ -114,14 +110,14 @@ def throughput(emit: Emit, size: int = 20, least_seconds: float = 10.0) -> Law:
             lost = 0.0
         was_slow = is_slow
         rates.append(rate)
-        if len(rates) < size:
+        if len(rates) < 20:
             continue
         middle = median(rates)
         rates.clear()
         if middle >= usual - bound:
             insort(medians, middle)  # a sorted list is sorted again in no time
             usual = median(medians)
-        elif lost >= least_seconds:
+        elif lost >= 10.0:
             emit("slower-steps", "", middle, usual, bound, step=first)
 
 

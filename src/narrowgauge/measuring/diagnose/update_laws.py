@@ -52,7 +52,6 @@ def audits(emit: Emit) -> Law:
     shares = []
     errors = []
     since = 0
-    lost = math.nan
     while True:
         step = yield
         if step.edq is not None:
@@ -62,23 +61,21 @@ def audits(emit: Emit) -> Law:
                 since = 0
             elif not since:
                 since = step.step
-            is_lost = len(shares) >= 3 and loses_updates(late(shares), late(errors))
-            lost = late(shares) if is_lost else math.nan
         stalled |= step.stalled or {}
         if stalled:
             begun = begun or step.step
             names = sorted(stalled, key=stalled.__getitem__)
             emit("stored-share", names, stalled[names[0]], 1.0, step=begun)
-        elif not math.isnan(lost):  # also after an evaluation: the newest reading of a run counts
-            emit("stored-share", ALL, lost, 1.0, step=since)
+        elif len(shares) >= 3 and loses_updates(late(shares), late(errors)):
+            emit("stored-share", ALL, late(shares), 1.0, step=since)
 
 
 @reads("stored", "behind", least=5)
-def lost_updates(emit: Emit, fewest: int = 5, most: int = 20) -> Law:
+def lost_updates(emit: Emit) -> Law:
     """Read stored shares of updates that are below their bound with three standard errors, of weights that
     an optimizer steps, and of those with masters apart.
     """
-    shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=most))
+    shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
     low: dict[str, float] = {}
     since = dict.fromkeys(("stored-share", "masters-apart"), 0)
     masters = set[str]()
@@ -89,7 +86,7 @@ def lost_updates(emit: Emit, fewest: int = 5, most: int = 20) -> Law:
             values = shares[name]
             values.append(value)
             low.pop(name, None)
-            if len(values) < fewest:
+            if len(values) < 5:
                 continue
             error = stdev(values) / math.sqrt(len(values))
             if fmean(values) + 3 * error < 1 - KINDS["stored-share"].bound:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.measuring.reading import Readings, measured
-from narrowgauge.measuring.watch.fingerprints import fingerprints_whole
 from narrowgauge.numerics.dtensor import whole
+from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.text import plural
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.preserve import generator_states
@@ -68,8 +68,6 @@ def check_resume(
         ('not-restored', 'weight')
     """
     unseen = dict[str, str]()
-    lines = list[str]()
-    lines_later = list[str]()
 
     def states_of(step: StepFunction, returned: Any) -> StateTexts:
         objects = {**_objects_of(step, returned), "generators": generator_states()}
@@ -90,9 +88,9 @@ def check_resume(
     # The random generators of a new process differ, so a load must set them.
     torch.rand(7), np.random.rand(7), random.random()
     returned, fresh_step = load(saved)
-    lost = compare(before, states_of(fresh_step, returned), "after the load", lines)
+    lost, lines = compare(before, states_of(fresh_step, returned), "after the load")
     when = f"{plural(steps, 'step')} after the load"
-    differing_later = compare(later, states_after(fresh_step), when, lines_later)
+    differing_later, lines_later = compare(later, states_after(fresh_step), when)
     if not lost or not differing_later:
         lines += lines_later
     what = "not-restored" if lost else "lost-elsewhere"
@@ -122,8 +120,8 @@ def _objects_of(step: StepFunction, returned: Any) -> Objects:
 # ── two states ────────────────────────────────────────────────────────────────────────────────────
 
 
-def compare(before: StateTexts, now: StateTexts, when: str, lines: list[str]) -> list[str]:
-    """Return the kinds of states that differ or are missing, of objects that are there, with lines of what
+def compare(before: StateTexts, now: StateTexts, when: str) -> tuple[list[str], list[str]]:
+    """Return the kinds of states that differ or are missing, of objects that are there, and lines of what
     was saved and what is there.
     """
     kinds = dict[str, list[str]]()
@@ -133,14 +131,14 @@ def compare(before: StateTexts, now: StateTexts, when: str, lines: list[str]) ->
         if path.partition(".")[0] in there and text != now.get(path):
             kinds.setdefault(_kind_of(path)[0], []).append(path)
             number -= 1
-    lines.append(f"{when}: {number} of {len(before)} states have the same bits")
+    lines = [f"{when}: {number} of {len(before)} states have the same bits"]
     for kind, (path, *others) in kinds.items():
         name = _kind_of(path)[1]
         text = f"{before[path]} was saved, {now.get(path, 'nothing')} is there {when}"
         if name:
             text = f"{plural(1 + len(others), 'state')}, {name}: {text}"
         lines.append(f"{kind}: {text}")
-    return list(kinds)
+    return list(kinds), lines
 
 
 def _kind_of(path: str) -> tuple[str, str]:
@@ -161,29 +159,31 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> StateTexts:
 
     Fill ``unseen`` with the kinds of states that cannot be read. An object that is ``None`` has none.
     """
-    values = dict[str, Any]()
-    for owner, value in objects.items():
-        if value is not None:
-            values |= _leaves(value, owner)
-    tensors = {}
-    for path, x in values.items():
-        if isinstance(x, Tensor) and x.layout is torch.strided:
-            tensors[path] = x
-    bits = fingerprints_whole(tensors)
     states = {}
-    for path, value in values.items():
-        if path in tensors:
-            norm = float(whole(value.detach().double().square().sum())) ** 0.5
-            states[path] = f"{dtype_name(value.dtype)} of norm {norm:.6g} #{bits[path]:x}"
-        elif isinstance(value, (int, float)):  # 1 and 1.0 are equal
-            states[path] = f"{float(value)!r}".removesuffix(".0")
-        elif isinstance(value, (*PLAIN, Tensor, list, tuple, dict)):
-            digest = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-            states[path] = f"{str(value)[:40]} #{digest}"
-        else:
-            kind, name = _kind_of(path)
-            unseen.setdefault(kind, f"{name} {type(value).__name__} has no state_dict()".lstrip())
+    for owner, root in objects.items():
+        leaves = [] if root is None else _leaves(root, owner)
+        for path, value in leaves:
+            text = _text_of(value)
+            if text:
+                states[path] = text
+            else:
+                kind, name = _kind_of(path)
+                reason = f"{name} {type(value).__name__} has no state_dict()".lstrip()
+                unseen.setdefault(kind, reason)
     return states
+
+
+def _text_of(value: Any) -> str:
+    """Return a text that says the value; empty if it cannot be read."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        x = whole(value.detach())
+        return f"{dtype_name(x.dtype)} of norm {x.double().norm():.6g} #{fingerprint(x):x}"
+    if isinstance(value, (int, float)):  # 1 and 1.0 are equal
+        return f"{float(value)!r}".removesuffix(".0")
+    if isinstance(value, (*PLAIN, Tensor, list, tuple, dict)):
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+        return f"{str(value)[:40]} #{digest}"
+    return ""
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

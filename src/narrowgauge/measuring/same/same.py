@@ -25,6 +25,7 @@ from narrowgauge.measuring.reading import measured, of_all
 from narrowgauge.measuring.same.weights import Same, compare_weights, with_weights
 from narrowgauge.measuring.unit_roundoff import FINEST, unit_of
 from narrowgauge.runs.text import plural
+from narrowgauge.spec.tables import Table
 from narrowgauge.torch_support.preserve import generator_states, preserve_generators, preserve_model
 from narrowgauge.torch_support.torch_names import bare_name, tree_map_only, unwrapped_model
 
@@ -36,6 +37,8 @@ place with more sets no bound.
 """
 MOST_PLACES = 3
 """Printed places that differ."""
+SHOWN = {"place": "tensor", "distance": "value", "roundings explain": "bound"}
+"""Printed columns of a place."""
 LOG_PROBS = "log probabilities"
 HAS_WEIGHTS = nn.Module, str, Path, Mapping
 INTEGERS = (torch.int8, torch.uint8, torch.int32)
@@ -135,26 +138,29 @@ class Recording:
     """Record the inputs and outputs of all modules that are called.
 
     Args:
+        side: what runs.
         forced: of an earlier pass, by place. A module there takes and returns these tensors, after
-            the pass's own were recorded. So each place shows what it does itself.
-        wide: the shadows of the pass, if it has any.
+            the pass's own were recorded. So each place shows what it does itself. ``None`` of a pass
+            without shadows.
 
     Attributes:
         outputs: of each place; later calls of a module are places of their own. The last place are the
             log probabilities of the tokens, if the model returns logits.
-        noises: distances from the shadows, of places whose shadows are known.
-        roundoffs: the unit roundoff of the coarsest product, or cast to 8 bits, since the place before.
-        noise: distances of the log probabilities from their shadows, if these are known.
+        noises: distances from the shadows, of places whose shadows are known; of each of the log
+            probabilities.
+        roundoffs: the unit roundoff of the coarsest product, or cast to 8 bits, since the place before;
+            of the log probabilities in the whole pass.
+        unit: the unit roundoff of the coarsest output.
         draws: whether the pass drew random numbers.
     """
 
-    def __init__(self, forced: Outputs, wide: ServedShadow | None) -> None:
-        self.forced = forced
-        self.wide = wide
+    def __init__(self, side: Any, forced: Outputs | None) -> None:
+        self.side = side
+        self.forced = forced or {}
+        self.wide = None if forced is None else ServedShadow()
         self.outputs = Outputs()
-        self.noises: dict[str, float] = {}
-        self.roundoffs: dict[str, float] = {}
-        self.noise: Tensor | None = None
+        self.noises = dict[str, Any]()
+        self.roundoffs = dict[str, float]()
         self.draws = False
         self._names = dict[nn.Module, str]()
         self._calls = Counter[str]()
@@ -203,12 +209,15 @@ class Recording:
         log_probs = _log_probs(result, batch)
         if log_probs is not None:
             self.outputs[LOG_PROBS] = [log_probs]
+            self.roundoffs[LOG_PROBS] = max(self.roundoffs.values(), default=FINEST)
             if self.wide is not None and self.wide.follows(result):
-                self.noise = (_log_probs(self.wide.of(result), batch) - log_probs).abs()
+                wide = _log_probs(self.wide.of(result), batch)
+                self.noises[LOG_PROBS] = (wide - log_probs).abs()
+        self.unit = max(map(unit_at, self.outputs.values()), default=FINEST)
 
-    def unit(self) -> float:
-        """Return the unit roundoff of the coarsest output."""
-        return max(map(unit_at, self.outputs.values()), default=FINEST)
+    def roundoff_at(self, place: str) -> float:
+        """Return the coarsest unit roundoff that acts on a place."""
+        return max(self.unit, self.roundoffs[place])
 
 
 def unit_at(tensors: list[Tensor]) -> float:
@@ -223,7 +232,7 @@ def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
     largest = 0.0
     for x, y in zip(first, second, strict=True):
         if x.numel():
-            row = torch.atleast_1d(x.double())
+            row = x.double()
             off = torch.where(row == y, 0.0, y.double() - row)
             lengths = row.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
             floor = 1e-3 * lengths.square().mean().sqrt() + 1e-300
@@ -232,35 +241,28 @@ def distance(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
     return largest
 
 
-def _run(
-    side: Any, batch: Any, forced: Outputs | None = None, wide: ServedShadow | None = None
-) -> Recording:
-    """Run a side once, a module in evaluation mode.
-
-    Args:
-        forced: outputs that modules take and return.
-        wide: keeps the shadows of the pass.
-    """
-    recording = Recording(forced or {}, wide)
+def _run(side: Any, batch: Any, forced: Outputs | None = None) -> Recording:
+    """Run a side once, a module in evaluation mode; beside shadows if ``forced`` are given."""
+    recording = Recording(side, forced)
+    is_module = isinstance(side, nn.Module)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        is_named = False
-        if isinstance(side, nn.Module):
+        if is_module:
             stack.enter_context(preserve_model(side))
             side.eval()
-            is_named = isinstance(batch, Mapping)
         for handle in (
             global_hooks.register_module_forward_pre_hook(recording.before),
             global_hooks.register_module_forward_hook(recording.after),
         ):
             stack.callback(handle.remove)
         policies = []
-        if wide is not None:
+        if recording.wide is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
-            policies.append(wide)
+            policies.append(recording.wide)
         before = generator_states()
         with PolicyMode(*policies) as mode:
+            is_named = is_module and isinstance(batch, Mapping)
             values = side(**batch) if is_named else side(batch)
         recording.draws = generator_states() != before or bool(mode.generators)
     recording.end(values, batch)
@@ -275,8 +277,8 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     ours = _run(first, batch)
     theirs = _run(second, batch)
     if ours.draws or theirs.draws:
-        reason = "a model draws random numbers in evaluation"
-        result.unseen["outputs and log probabilities"] = reason
+        where = "outputs and log probabilities"
+        result.unseen[where] = "a model draws random numbers in evaluation"
         return
     places = []
     missing = []
@@ -302,19 +304,20 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> None:
     if missing:
         forced = Outputs()
         result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
-    shadowed = [_run(side, batch, forced, ServedShadow()) for side in (first, second)]
+    shadowed = [_run(side, batch, forced) for side in (first, second)]
     _compare_places(places, shadowed, result)
     if LOG_PROBS in places:
-        roundoffs = [max([pass_.unit(), *pass_.roundoffs.values()]) for pass_ in shadowed]
-        noises = []
-        for side, roundoff in zip((first, second), roundoffs, strict=True):
-            if roundoff == max(roundoffs):
-                noises.append(_run(side, batch, {}, ServedShadow()).noise)
-        unit = max(ours.unit(), theirs.unit())
-        difference = theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0]
-        _compare_log_probs(difference, noises, unit, result)
+        coarser = [_run(pass_.side, batch, {}) for pass_ in _coarser(shadowed, LOG_PROBS)]
+        noises = [pass_.noises.get(LOG_PROBS) for pass_ in coarser]
+        _compare_log_probs(ours, theirs, noises, result)
     else:
         result.unseen[LOG_PROBS] = "the results are not logits of tokens"
+
+
+def _coarser(passes: list[Recording], place: str) -> list[Recording]:
+    """Return the pass in fewer bits up to a place, or both if their bits are equal."""
+    coarsest = max(pass_.roundoff_at(place) for pass_ in passes)
+    return [pass_ for pass_ in passes if pass_.roundoff_at(place) == coarsest]
 
 
 def _compare_places(places: list[str], shadowed: list[Recording], result: Same) -> None:
@@ -325,40 +328,37 @@ def _compare_places(places: list[str], shadowed: list[Recording], result: Same) 
         shadowed: the passes of both sides with shadows. The roundings of the side in fewer bits count.
             In equal formats the smaller ones do: a fault sets no bound.
     """
-    units = [pass_.unit() for pass_ in shadowed]
     readings = []
     unfollowed = []
     for place in places:
         if place == LOG_PROBS:
             continue
-        roundoffs = [max(u, side.roundoffs[place]) for u, side in zip(units, shadowed, strict=True)]
-        sizes = []
-        for side, roundoff in zip(shadowed, roundoffs, strict=True):
-            if roundoff == max(roundoffs):
-                sizes.append(side.noises.get(place, math.nan))
-        if any(map(math.isnan, sizes)):
+        noises: list[Any] = [pass_.noises.get(place) for pass_ in _coarser(shadowed, place)]
+        if None in noises:
             unfollowed.append(place)
             continue
-        outputs = [side.outputs[place] for side in shadowed]
+        outputs = [pass_.outputs[place] for pass_ in shadowed]
         value = distance(*outputs)
-        bound = MARGIN * min(*sizes, UNUSUAL) + 3 * max(map(unit_at, outputs))
+        bound = MARGIN * min(*noises, UNUSUAL) + 3 * max(map(unit_at, outputs))
         readings.append(measured("other-outputs", place, value, 0.0, bound))
     differing = [reading for reading in readings if reading.value]
-    places_differ = f"{len(differing)} of {plural(len(readings), 'place')} of modules differ"
-    result.lines.append(f"outputs: {places_differ}")
-    wrong = [reading for reading in differing if reading.excess > 1]
-    for reading in sorted(differing, key=lambda reading: -reading.excess)[:MOST_PLACES]:
-        words = f"{reading.value:.2g}, and roundings explain {reading.bound:.2g}"
-        result.lines.append(f"  {reading.tensor}: {words}")
+    number = plural(len(readings), "place")
+    result.lines.append(f"outputs: {len(differing)} of {number} of modules differ")
     if unfollowed:
         result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
+    wrong = [reading for reading in differing if reading.excess > 1]
     if wrong:
         names = [reading.tensor for reading in wrong]
         result.readings.append(replace(wrong[0], tensor=of_all(names)))
+    differing.sort(key=lambda reading: -reading.excess)
+    if differing:
+        result.lines += Table(differing[:MOST_PLACES], SHOWN).plain().splitlines()
 
 
-def _compare_log_probs(difference: Tensor, noises: list[Any], unit: float, result: Same) -> None:
+def _compare_log_probs(ours: Recording, theirs: Recording, noises: list[Any], result: Same) -> None:
     """Compare log probabilities of both sides, beside what rounding changes."""
+    difference = theirs.outputs[LOG_PROBS][0] - ours.outputs[LOG_PROBS][0]
+    unit = max(ours.unit, theirs.unit)
     rms, largest = _sizes_of(difference)
     words = f"log probabilities of {plural(len(difference), 'token')}: "
     words += f"RMS difference {rms:.2g} nats, largest {largest:.2g}"

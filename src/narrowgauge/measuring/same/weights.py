@@ -132,7 +132,7 @@ def weights_in(source: Weights) -> dict[str, StoredWeight]:
     tensors: Any = source
     if isinstance(source, nn.Module):
         buffers = dict(source.named_buffers())
-        tensors = {**dict(source.named_parameters(remove_duplicate=False)), **buffers}
+        tensors = dict(source.named_parameters(remove_duplicate=False)) | buffers
     elif not isinstance(source, Mapping):
         tensors = _read_files(Path(source))
     weights = {}
@@ -253,11 +253,8 @@ class Same(Readings):
             alone holds codes).
     """
 
+    also = ("rows",)
     rows: Sequence[Row] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the readings and rows as values for JSON."""
-        return super().to_dict() | {"rows": self.rows}
 
 
 def compare_weights(first: Weights, second: Weights) -> Same:
@@ -271,43 +268,33 @@ def compare_weights(first: Weights, second: Weights) -> Same:
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
     result = Same([], _lines(rows))
     result.rows = rows
-    unlike = []
-    bad = []
-    number = 0
-    times = {}
-    for row in rows:
-        number += row["nonfinite"]
-        if _is_beyond(row):
-            times[row["name"]] = row["adapter_times"]
-        elif row["differ"]:
-            unlike.append(row["name"])
-        if row["nonfinite"]:
-            bad.append(row["name"])
-    shared = {row["name"] for row in rows}
+    times = {row["name"]: row["adapter_times"] for row in rows if _is_beyond(row)}
+    unlike = [row["name"] for row in rows if row["differ"] and row["name"] not in times]
+    bad = {row["name"]: row["nonfinite"] for row in rows if row["nonfinite"]}
     for side, weights in (("first", before), ("second", after)):
-        lone = _alone(weights, shared)
+        lone = _alone(weights, rows)
         if lone:
             unlike += lone
             result.lines.append(f"only in the {side}, or in another shape: {join_names(lone)}")
     if unlike:
         result.add("other-weights", unlike, len(set(unlike)))
     if times:
-        names = sorted(times, key=lambda name: -abs(times[name]))
-        result.add("adapter-times", names, times[names[0]])
+        result.add("adapter-times", [*times], next(iter(times.values())))
     if bad:
-        result.readings.append(measured("nonfinite", bad, number, 0, stage="start"))
+        reading = measured("nonfinite", bad, sum(bad.values()), 0, stage="start")
+        result.readings.append(reading)
     return result
 
 
-def _alone(weights: Mapping[str, StoredWeight], shared: set[str]) -> list[str]:
+def _alone(weights: Mapping[str, StoredWeight], rows: list[Row]) -> list[str]:
     """Return the names that another set lacks in their shape, under each of their tied names. Buffers
     are left out, which no file may hold.
     """
-    tied = {id(weights[name].tensor) for name in shared}
+    compared = {id(weights[row["name"]].tensor) for row in rows}
     lone = []
     for name, weight in weights.items():
-        is_there = name in shared or id(weight.tensor) in tied
-        if not is_there and not weight.is_buffer and not re.search(ADAPTERS, name):
+        is_own = weight.is_buffer or re.search(ADAPTERS, name)
+        if not is_own and id(weight.tensor) not in compared:
             lone.append(name)
     return sorted(lone)
 
@@ -361,10 +348,11 @@ def _difference(x: Tensor, y: Tensor) -> Row:
         differ += int(((a != b) & ~(a.isnan() & b.isnan())).sum())
         nonfinite += int((~b.isfinite()).sum())
     square, product, distance = sums.tolist()
-    change = 0.0
-    if distance:
-        change = math.sqrt(distance / square) if square else math.inf
-    factor = product / square if square else 0.0
+    change = math.inf if distance else 0.0
+    factor = 0.0
+    if square:
+        change = math.sqrt(distance / square)
+        factor = product / square
     return {"differ": differ, "nonfinite": nonfinite, "change": change, "factor": factor}
 
 
