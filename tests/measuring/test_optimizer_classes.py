@@ -85,7 +85,7 @@ def trained(case: str, watched: bool):
     model = Model(only_matrices=case in ("torch.optim.Muon", "ng.Muon")).to(dtype)
     optimizer = make(model.parameters())
     watch = ng.watch(model, optimizer) if watched else None
-    steps = 10 if case == "torch.optim.LBFGS" else 60
+    steps = 10 if case == "torch.optim.LBFGS" else 40
     torch.manual_seed(1)  # of random roundings
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
