@@ -14,8 +14,8 @@ row                                 optimizer
 Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``turned`` turns the
 lowest bfloat16 bit of one weight before the run, which shows how far two equal runs end apart; ``lora`` or
 ``dora`` before it trains adapters of rank 16 alone, and ``dora galore/word rank=4`` is GradNormLoRP
-(2412.19616) as its authors' scripts run it; ``decay=0`` is the weight decay of matrices; ``sums=nearest`` or
-``sums=stochastic`` keeps sums of gradients in e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
+(2412.19616) as its authors' scripts run it; ``decay=0`` is the weight decay of matrices; ``sums=nearest`` keeps
+sums of gradients in e5m2, to nearest, with a scale a tensor, as FP8-LM does (2310.18313).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from _published_states import FORMULAS, RoundedAdamW, rounded_states
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.numerics.rounding import round_nearest, round_stochastic
+from narrowgauge.numerics.rounding import round_nearest
 from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
 
@@ -60,13 +60,11 @@ def row_of(text: str):
 
 
 class Float8Sums:
-    """Sums of micro-batches in e5m2, with a power of two for each tensor."""
+    """Sums of micro-batches in e5m2, to nearest, with a power of two for each tensor."""
 
-    def __init__(self, parameters, rounding: str, seed: int) -> None:
+    def __init__(self, parameters) -> None:
         self.parameters = list(parameters)
-        self.rounding = rounding
         self.sums = {}
-        self.draw = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
     def add(self) -> None:
@@ -76,12 +74,7 @@ class Float8Sums:
             total = p.grad.float() + self.sums.get(p, 0.0)
             _, exponent = torch.frexp(total.abs().max())
             scale = torch.ldexp(torch.tensor(1.0), exponent - 15)
-            if self.rounding == "nearest":
-                codes = round_nearest(total / scale, e5m2)
-            else:
-                draws = torch.randint(2**16, total.shape, generator=self.draw) / 2.0**16
-                codes = round_stochastic(total / scale, e5m2, draws)
-            self.sums[p] = codes * scale
+            self.sums[p] = round_nearest(total / scale, e5m2) * scale
             p.grad = None
 
     def give(self) -> None:

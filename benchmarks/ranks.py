@@ -14,7 +14,6 @@ thread each, and talk over gloo. The numbers of models are written into ``benchm
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -41,21 +40,22 @@ STEPS = 3
 
 def on_ranks(function, num_ranks: int, *arguments):
     """Return what a function returns on the first of so many ranks, forked from this process."""
+    results = multiprocessing.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        told = (num_ranks, Path(folder), function, arguments)
+        told = (num_ranks, folder, results, function, arguments)
         multiprocessing.start_processes(_rank, told, num_ranks, start_method="fork")
-        return pickle.loads(Path(folder, "result").read_bytes())
+        return results.get()
 
 
-def _rank(rank: int, num_ranks: int, folder: Path, function, arguments) -> None:
+def _rank(rank: int, num_ranks: int, folder: str, results, function, arguments) -> None:
     """Call a function in a group of gloo, over the loopback interface."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{folder / 'meeting'}"
+    meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     result = function(*arguments)
     if rank == 0:
-        (folder / "result").write_bytes(pickle.dumps(result))
+        results.put(result)
     dist.barrier()
     dist.destroy_process_group()
 

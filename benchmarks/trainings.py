@@ -168,8 +168,8 @@ class Training:
         self.is_wide = name in ("autocast", "bfloat16/float32")  # float32 weights under autocast
         self.scaler = torch.amp.GradScaler(DEVICE, enabled=name.startswith("float16/"))
         self.sums = None
-        if rounding := row_of(row).options.get("sums"):
-            self.sums = Float8Sums(self.model.parameters(), rounding, seed)
+        if "sums" in row_of(row).options:
+            self.sums = Float8Sums(self.model.parameters())
         self.losses = {}
         self.outliers = {}
         self.ended = 0

@@ -5,7 +5,7 @@ one rank, and on four ranks of gloo those of a resume.
 import gc
 import math
 import os
-import runpy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from integrations.titan_on_cpu import STEPS, batch_of, on_cpu, train
 
 # isort: split
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
 import narrowgauge as ng
 from narrowgauge.integrations.torchtitan import NarrowgaugeConverter, narrowgauge_adamw
 from ranks import run_ranks
@@ -23,7 +25,7 @@ from text.refusals import refused
 
 pytestmark = pytest.mark.frameworks
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_configs.py"
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -97,8 +99,10 @@ def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path):
         train(config, 1)
 
 
-def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path):
-    config = runpy.run_path(str(EXAMPLE))["debugmodel_word"]()
+def test_the_config_of_the_page_trains_with_torchtitans_chunked_loss(tmp_path):
+    names = {}
+    exec(re.search(r"```py\n(# titan_configs.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[1], names)
+    config = names["in_word"](llama3_debugmodel(), 8e-4)
     losses, _, optimizer = train(on_cpu(tmp_path, config), 2)
     assert len(losses) == 2 and optimizer.bytes_per_param() < 8.1
     assert optimizer.max_grad_norm == 1.0
