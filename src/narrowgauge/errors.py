@@ -79,13 +79,14 @@ class ReportedError(NarrowgaugeError):
 
 
 def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
+    """Return ``"Did you mean 'compact'?"`` for the nearest known name, ignoring case, or an empty string.
 
     >>> suggestion("compat", ["compact", "word"])
     "Did you mean 'compact'?"
     """
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
-    return f"Did you mean '{near[0]}'?" if near else ""
+    by_lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.strip().lower(), by_lower, n=1, cutoff=cutoff)
+    return f"Did you mean '{by_lower[near[0]]}'?" if near else ""
 
 
 def suggestion_or_all(name: str, names: Iterable[str]) -> str:

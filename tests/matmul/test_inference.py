@@ -67,15 +67,6 @@ def test_the_gradient_is_that_of_a_frozen_weight(compiled):
         assert not rows or torch.equal(layer.bias.grad, grad.sum((0, 1)))
 
 
-def test_layers_that_share_a_weight_share_its_codes():
-    layers = nn.ModuleDict({name: nn.Linear(IN, OUT, dtype=torch.bfloat16) for name in "abc"})
-    layers["c"].weight = layers["a"].weight
-    model = quantize_for_inference(layers, "int8-row")
-    assert model["a"].weight_codes is model["c"].weight_codes
-    assert model["a"].weight_scales is model["c"].weight_scales
-    assert model["b"].weight_codes is not model["a"].weight_codes
-
-
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedLinear]:
     """Return a list of the layers whose weights were widened, in turn."""

@@ -25,8 +25,8 @@ class Ranks:
     All processes make each call, in the same order.
 
     Example:
-        >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7), Ranks().largest(7)
-        ([7], 7, 7, 7)
+        >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7)
+        ([7], 7, 7)
     """
 
     rank: int = 0
@@ -53,9 +53,6 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
-
-    def largest(self, number: int) -> int:
-        return max(self.gather(number))
 
     def of_first(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 only, and return its result, pickled, on every rank.

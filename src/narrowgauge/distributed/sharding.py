@@ -26,13 +26,11 @@ def shard(
     Args:
         model: whole on every rank, with equal values, of one dtype. Its parameters become DTensors,
             in place.
-        mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
+        mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards. See :func:`require_mesh`.
         offload: keep parameters, gradients and states in the host's memory. A layer is copied to
             the device when it is used.
         wire: the format of FSDP2's sums; empty: the gradients' own.
         average: whether FSDP2 divides the sums by the number of ranks.
-    Raises:
-        RecipeError: the mesh has more than two axes, or two without names.
     Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
         two whole layers.
     """
@@ -43,7 +41,6 @@ def shard(
         fully_shard,
     )
 
-    require_mesh(mesh)
     options = {"mesh": mesh, "offload_policy": OffloadPolicy()}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

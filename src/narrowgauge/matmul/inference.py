@@ -349,10 +349,9 @@ def quantize_for_inference(
     _require_storable({name: module for name, (module, _) in layers.items()})
     keep_from_fused_kernels(model)
     device = next(model.parameters()).device
-    operands: dict[tuple[int, bool], Operand] = {}
     for name, (module, _) in layers.items():
         if is_linear(module):
-            _quantize_linear(name, module, compute, operands)
+            _quantize_linear(name, module, compute)
         else:
             _quantize_experts(module, name.rpartition(".")[2], compute)
     warn_if_emulated(compute, device)
@@ -373,22 +372,18 @@ def _describe(model: Any, compute: Compute, keep: tuple[str, ...]) -> None:
 
 def _require_storable(layers: dict[str, nn.Module]) -> None:
     """Refuse weights that codes cannot stand for."""
-    unknown = {}
     for name, module in layers.items():
-        if not is_linear(module):
-            if not hasattr(module, "is_transposed"):
-                unknown[f'"*.{name.split(".")[-2]}"'] = name
-        elif "weight" not in module._parameters:
+        if is_linear(module) and "weight" not in module._parameters:
             raise RecipeError(
                 f"Cannot quantize '{name}' because its weight is computed in every call.",
                 "Remove its weight norm or parametrization first.",
             )
-    for name in unknown.values():
-        raise RecipeError(
-            f"Cannot quantize '{name}' because its {type(layers[name]).__name__} does not say, "
-            "as is_transposed, whether its weights are [experts, in, out].",
-            f"Leave the experts as they are with keep=({', '.join(unknown)},).",
-        )
+        if not is_linear(module) and not hasattr(module, "is_transposed"):
+            raise RecipeError(
+                f"Cannot quantize '{name}' because its {type(module).__name__} does not say, "
+                "as is_transposed, whether its weights are [experts, in, out].",
+                f'Leave the experts as they are with keep=("*.{name.split(".")[-2]}",).',
+            )
 
 
 def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
@@ -406,23 +401,17 @@ def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
     take_over(owner, name, layer)
 
 
-def _quantize_linear(
-    name: str, module: Any, compute: Compute, operands: dict[tuple[int, bool], Operand]
-) -> None:
+def _quantize_linear(name: str, module: Any, compute: Compute) -> None:
     """Make a linear layer a :class:`QuantizedLinear`.
 
-    It stays the same object, so hooks and references stay valid. Layers that share a weight share
-    its codes, in ``operands``.
+    It stays the same object, so hooks and references stay valid.
     """
     matrix = matrix_of(module).detach()
     module.is_transposed = is_transposed(module)
-    key = id(module.weight), module.is_transposed
-    if key not in operands:
-        operands[key] = codes_of(matrix, compute.output.right)
     if isinstance(module, NarrowLayer):
         del module.key
     del module.weight
     module.__class__ = QuantizedLinear
     module.layer_name = name
     module.out_features, module.in_features = matrix.shape
-    module.store(operands[key], matrix, compute)
+    module.store(codes_of(matrix, compute.output.right), matrix, compute)

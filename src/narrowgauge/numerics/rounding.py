@@ -176,16 +176,10 @@ def round_nearest(v: Tensor, row: Format) -> Tensor:
     if row.kind == "int":
         return torch.round(v.clamp(-row.max, row.max))
     clamped = v.clamp(row.min, row.max)
-    if row.name in _CONVERTED and v.is_cpu and not is_traced():
-        # Two operations for eight, without the sign of zero, as there.
-        return clamped.to(getattr(torch, row.name)).float() + 0.0
     # 1.5 × 2^k added and subtracted leaves multiples of the smallest ulp.
     magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
     subnormal = (clamped + magic) - magic
     return torch.where(v.abs() < 2.0**row.min_exponent, subnormal, _shortened(clamped, row))
-
-
-_CONVERTED = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _shortened(v: Tensor, row: Format) -> Tensor:

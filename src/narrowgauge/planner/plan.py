@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
@@ -67,15 +68,10 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
         require_number("tokens", tokens, 1)
     a = read_model(model)
     jobs, left_out = answers(a, **asked)
-    instead: list[tuple[str, Estimate]] = []
-    for change in _changes(jobs[0], asked) if advise and not jobs[0].fits else ():
-        with contextlib.suppress(NarrowgaugeError):
-            best = answers(a, **{**asked, **change})[0][0]
-            if best.fits and len(instead) < MOST_CHANGES:
-                named = {name.replace("_", "-"): value for name, value in change.items() if value}
-                flags = " ".join(f"--{name} {value}" for name, value in named.items())
-                instead.append((flags or "without --layout", best))
-    return Plan(tuple(jobs), tokens, left_out, tuple(instead))
+    instead: tuple[tuple[str, Estimate], ...] = ()
+    if advise and not jobs[0].fits:
+        instead = tuple(islice(_changes(a, jobs[0], asked), MOST_CHANGES))
+    return Plan(tuple(jobs), tokens, left_out, instead)
 
 
 def answers(
@@ -204,8 +200,8 @@ def _place(job: Estimate) -> tuple[Any, ...]:
     return False, not job.recipe.storage.keeps_updates, not job.has_room, rate
 
 
-def _changes(job: Estimate, asked: Fixed) -> Iterator[dict[str, Any]]:
-    """Yield changes of a question by how little they change the training."""
+def _changes(a: Architecture, job: Estimate, asked: Fixed) -> Iterator[tuple[str, Estimate]]:
+    """Yield changes of a question that fit, by how little they change the training: flags and job."""
     loop = asked.get("program") or job.program
     if isinstance(loop, Program):
         loop = loop.name
@@ -216,4 +212,9 @@ def _changes(job: Estimate, asked: Fixed) -> Iterator[dict[str, Any]]:
             change["program"] = f"{loop},{change['program']}"
         for name in numbers.keys() & change.keys():
             change[name] = int(numbers[name] * change[name])
-        yield change
+        with contextlib.suppress(NarrowgaugeError):
+            best = answers(a, **{**asked, **change})[0][0]
+            if best.fits:
+                named = {name.replace("_", "-"): value for name, value in change.items() if value}
+                flags = " ".join(f"--{name} {value}" for name, value in named.items())
+                yield flags or "without --layout", best

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrowgauge.errors import ChipError, suggestion
+from narrowgauge.errors import ChipError
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.require import require_number
+from narrowgauge.spec.require import require_number, unknown
 from narrowgauge.spec.toml import load_rows
 
 NUMBERS = ("memory_gb", "bandwidth_gb_per_second", "host_gb_per_second", "network_gbit_per_second",
@@ -126,7 +126,4 @@ def get_chip(name: str) -> Chip:
             f"Cannot choose a chip for {name!r}: {', '.join(matches)} begin with it.",
             "Name one of them.",
         )
-    near = suggestion(name.strip().upper(), CHIPS)
-    raise ChipError(
-        f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip()
-    )
+    raise unknown("chip", name, CHIPS, ChipError)

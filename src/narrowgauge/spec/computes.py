@@ -335,8 +335,8 @@ def _computes() -> dict[str, Compute]:
     computes = {}
     for name, row in rows["computes"].items():
         for place in PLACES:
-            left, right, accumulation = row[place]
-            row[place] = Product(casts[left], casts[right], accumulation)
+            left, right, *accumulation = row[place]
+            row[place] = Product(casts[left], casts[right], *accumulation)
         computes[name] = Compute(name, **row)
     return computes
 

@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from narrowgauge.errors import FormatError, suggestion
+from narrowgauge.errors import FormatError
+from narrowgauge.spec.require import unknown
 from narrowgauge.spec.toml import load_rows
 
 
@@ -125,8 +126,7 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     if name not in FORMATS:
-        advice = f"{suggestion(name, FORMATS)} (narrowgauge show formats lists all.)".strip()
-        raise FormatError(f"no number format is named {name!r}.", advice)
+        raise unknown("format", name, FORMATS, FormatError)
     return FORMATS[name]
 
 

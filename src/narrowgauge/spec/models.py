@@ -8,7 +8,7 @@ shapes.
 
 from dataclasses import dataclass
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.require import unknown
 from narrowgauge.spec.toml import load_rows
 
 
@@ -52,10 +52,7 @@ def get_model(name: str) -> Model:
     Raises:
         RecipeError: no preset has that name.
     """
-    preset = MODELS.get(name.strip().lower())
-    if preset is None:
-        near = suggestion(name.strip().lower(), MODELS)
-        raise RecipeError(
-            f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip()
-        )
-    return preset
+    key = name.strip().lower()
+    if key not in MODELS:
+        raise unknown("model", key, MODELS)
+    return MODELS[key]

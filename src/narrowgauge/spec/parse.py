@@ -6,13 +6,13 @@ a 16-bit format alone, by which libraries mean different weights and moments. Wi
 (``bf16/word``) it is the compute.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.reductions import REDUCTIONS
+from narrowgauge.spec.require import unknown
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_data
 
@@ -82,7 +82,7 @@ def get_compute(compute: str | Compute) -> Compute:
     if name in COMPUTES:
         return COMPUTES[name]
     _refuse(compute, name)
-    raise _no_part("compute", name, COMPUTES)
+    raise unknown("compute", name, COMPUTES)
 
 
 def parse(value: Any) -> Recipe:
@@ -120,9 +120,9 @@ def parse(value: Any) -> Recipe:
     reduction = parts[2] if len(parts) > 2 else "native"
     storage = STORAGES.get(f"{compute.name}/{name}") or STORAGES.get(name)
     if storage is None:
-        raise _no_part("storage", name, [stored.short_name for stored in STORAGES.values()])
+        raise unknown("storage", name, [stored.short_name for stored in STORAGES.values()])
     if reduction not in REDUCTIONS:
-        raise _no_part("reduction", reduction, REDUCTIONS)
+        raise unknown("reduction", reduction, REDUCTIONS)
     return Recipe(compute, storage, REDUCTIONS[reduction])
 
 
@@ -144,7 +144,3 @@ def _refuse(text: str, name: str) -> None:
             f"Cannot take '{text}' as a recipe: {why}.",
             f"Take {nearest}. (narrowgauge show aliases)",
         )
-
-
-def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:
-    return RecipeError(f"no {part} is named '{name}'.", f"{suggestion(name, names)} {_SEE}".strip())

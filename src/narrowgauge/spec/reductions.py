@@ -32,9 +32,6 @@ class Reduction:
     wire: str = ""
     order_invariant: bool = False
 
-    def __post_init__(self) -> None:
-        get_format(self.wire or "float32")
-
     def bytes_per_element(self, gradient: str) -> float:
         """Return the bytes sent per element of a gradient in the format ``gradient``, each time
         that it is sent.

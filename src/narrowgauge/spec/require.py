@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 
 
 def require_number(
@@ -45,3 +45,11 @@ def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
             near = suggestion(value, list(map(str, allowed)))
         words = ", ".join(map(str, allowed)).lower()
         raise RecipeError(f"Cannot use {name} = {value!r}: it must be one of {words}.", near)
+
+
+def unknown(
+    what: str, name: str, names: Iterable[str], kind: type[NarrowgaugeError] = RecipeError
+) -> NarrowgaugeError:
+    """Return the error of a name that no row of ``narrowgauge show`` has."""
+    advice = f"{suggestion(name, names)} (narrowgauge show {what}s lists all.)"
+    return kind(f"no {what} is named {name!r}.", advice.strip())

@@ -108,7 +108,6 @@ WINDOW = CODES["e6m5"].lowest
 Saved states name it.
 """
 FLOAT32 = CODES["float32"]
-BFLOAT16 = CODES["bfloat16"]
 
 VISIBLE = {
     "float32": (32, 0, 0),

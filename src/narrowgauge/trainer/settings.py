@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, RankError, RecordError, require_package
 from narrowgauge.runs.paths import is_run, require_free
-from narrowgauge.runs.record import SchemaError, read_run, read_settings, read_summary
+from narrowgauge.runs.record import read_run, read_summary
 from narrowgauge.runs.text import plural
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.parse import parse
@@ -148,7 +148,6 @@ class Start(NamedTuple):
 
     ``step`` is the last one that was trained and is not repeated. ``events`` are pairs of a kind
     and a sentence: what differs from what was asked for. ``is_finished``: nothing is left to train.
-    ``is_damaged``: ``run.toml`` is, and is written again.
     """
 
     settings: Settings
@@ -156,7 +155,6 @@ class Start(NamedTuple):
     step: int = 0
     events: tuple[tuple[str, str], ...] = ()
     is_finished: bool = False
-    is_damaged: bool = False
 
 
 def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
@@ -176,7 +174,6 @@ def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
     settings = Settings(**named)
     folder = settings.folder
     checkpoint = None
-    is_damaged = False
     events = []
     reasons = []
     if checkpoints.folders(folder):
@@ -184,7 +181,6 @@ def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
         notes = checkpoints.notes_of(checkpoint)
         for name in damaged:
             events.append(("damaged-checkpoint", f"{name} does not match its checksums"))
-        is_damaged = not _has_settings(folder)
     elif is_run(folder):
         notes = _notes_of_record(folder)
     else:
@@ -216,18 +212,7 @@ def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
             f"Cannot continue {folder} after step {max(step, last)} because {reasons[0]}.",
             "Leave the setting as it was, or start another run with another --out.",
         )
-    return Start(settings, checkpoint, step, tuple(events), is_finished, is_damaged)
-
-
-def _has_settings(folder: Path) -> bool:
-    """Return whether ``run.toml`` can be read. Refuse one of another version, which is whole."""
-    try:
-        read_settings(folder)
-    except SchemaError:
-        raise
-    except RecordError:
-        return False
-    return True
+    return Start(settings, checkpoint, step, tuple(events), is_finished)
 
 
 def _notes_of_record(folder: Path) -> dict[str, Any]:

@@ -34,10 +34,12 @@ from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prep
 from narrowgauge.distributed.process_group import require_same, threads_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
+from narrowgauge.errors import RecordError
 from narrowgauge.measuring.watch.hooks import RunNotice
 from narrowgauge.measuring.watch.recorder import RunRecorder
 from narrowgauge.optim.audit.audit import UpdateLossWarning
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.record import SchemaError, read_settings
 from narrowgauge.runs.schema import EVAL, STEP
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.parse import parse
@@ -207,7 +209,7 @@ def _loop(run: Session, recorder: RunRecorder, say: Callable[[str], object]) -> 
             if run.step == settings.steps or _is_due(run.step, settings.eval_every):
                 recorder.evaluate(evaluate(run))
             # A signal may reach the ranks in different steps. All stop after the same one.
-            is_stopped = run.ranks.largest(len(received)) > 0
+            is_stopped = any(run.ranks.gather(bool(received)))
             if is_stopped or run.step == last or _is_due(run.step, settings.checkpoint_every):
                 save(run)
                 recorder.event("checkpoint", f"step-{run.step:08d} is complete")
@@ -277,7 +279,7 @@ def load(checkpoint: Path) -> Session:
 def _recorder_of(run: Session, start: Start, say: Callable[[str], object]) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session."""
     settings = run.settings
-    if start.is_damaged:
+    if start.checkpoint is not None:
         run.ranks.of_first(lambda: _mend(settings))
     data = {"fingerprint": run.tokens.fingerprint, "unigram_loss": run.tokens.unigram_loss()}
     recorder = RunRecorder(
@@ -295,9 +297,14 @@ def _recorder_of(run: Session, start: Start, say: Callable[[str], object]) -> Ru
 
 
 def _mend(settings: Settings) -> None:
-    """Write ``run.toml`` again."""
-    with Record(settings.folder) as record:
-        record.amend({"config": vars(settings)})
+    """Write ``run.toml`` again if it is damaged. One of another version is whole."""
+    try:
+        read_settings(settings.folder)
+    except SchemaError:
+        raise
+    except RecordError:
+        with Record(settings.folder) as record:
+            record.amend({"config": vars(settings)})
 
 
 def _shown(settings: Settings, say: Callable[[str], object]) -> Callable[[str, Row], None]:
