@@ -281,7 +281,7 @@ CALLS = {
     "a near chip": (lambda: get_chip("rtx-4080"), ChipError, "no chip is named 'rtx-4080'\nmean 'RTX-4090'"),
     "a far chip": (lambda: get_chip("gaudi3"), ChipError, "no chip is named 'gaudi3'\nnarrowgauge show chips"),
     "one chip's rate": (lambda: measured(tokens_per_second=6_667), DataError, "rate of one chip\n."),
-    "a large peak": (lambda: measured(peak_gb=900), DataError, "900 GB because H100\none chip"),
+    "a large peak": (lambda: measured(peak_gb=900), RecipeError, "peak_gb of a chip = 900.*below 85"),
     "no rate": (lambda: measured(tokens_per_second=0), DataError, "without one rate\nper_chip"),
     "two rates": (lambda: measured(tokens_per_second_per_chip=6_667), DataError, "without one rate\nper_chip"),
     "two recipes": (lambda: measured(recipes=["bfloat16/word", "bfloat16/master"]), DataError, "a run has one\nName one"),
