@@ -13,7 +13,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule, extras_of
 from narrowgauge.optim.step.parameter_formats import LONGEST_VECTOR, is_vector
-from narrowgauge.optim.step.state import LocalState, State, new_state
+from narrowgauge.optim.step.state import LocalState, new_state
 from narrowgauge.optim.step.step_definition import StepDefinition, kernel_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors, get_storage
@@ -125,17 +125,15 @@ class KernelChoice:
                     stacklevel=3,
                 )
 
-    def local_state(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
-        """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
+    def local_state(self, group: Group, parameter: Tensor, entry: Any = None) -> LocalState:
+        """Return the local tensors of a state under a group's options, or of a new one without an
+        ``entry``. Refuse one that does not fit.
+        """
         kernel = self.kernel_of(group, parameter)
         extras = extras_of(kernel.rule, parameter.shape, group)
-        return LocalState(parameter, state, kernel, extras)
-
-    def new_state(self, group: Group, parameter: Tensor) -> State:
-        """Return a new state under a group's options."""
-        kernel = self.kernel_of(group, parameter)
-        extras = extras_of(kernel.rule, parameter.shape, group)
-        return new_state(parameter, kernel, extras)
+        if entry is None:
+            entry = new_state(parameter, kernel, extras)
+        return LocalState(parameter, entry, kernel, extras)
 
     def check_values(self, group: Group, parameter: Tensor, values: Mapping[str, Any]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter."""

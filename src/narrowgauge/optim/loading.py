@@ -14,7 +14,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.optim.kernel_choice import Group, KernelChoice
 from narrowgauge.optim.rules.matrix import AnyRule
-from narrowgauge.optim.step.state import State, check_tensor
+from narrowgauge.optim.step.state import check_tensor
 from narrowgauge.optim.validation import check_options
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
 from narrowgauge.torch_support.torch_names import host_tensor
@@ -63,12 +63,13 @@ def matched(
     return loaded, members
 
 
-def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: Group) -> State:
+def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: Group) -> Group:
     """Return a new state under a group's options, with the tensors of a saved one.
 
     Refuse tensors of another storage, rule or shape. Notes of other code stay.
     """
-    state = kernels.new_state(group, parameter)
+    new = kernels.local_state(group, parameter)
+    state = new.entry
     for name, target in state.items():
         into = local_of(target)
         value: Any = local_of(entry.get(name))
@@ -81,7 +82,7 @@ def loaded_state(kernels: KernelChoice, group: Group, parameter: Tensor, entry: 
                 f"Cannot load a state whose codes begin at {value}, not at 2^{WINDOW}.",
                 "Load it by the version that has saved it.",
             )
-        check_tensor(name, value, into.dtype, into.shape, kernels.kernel_of(group, parameter))
+        check_tensor(name, value, into.dtype, into.shape, new.kernel)
         into.copy_(value)
     for name, value in entry.items():
         if name not in state and value != {}:  # torch's sign of what a flat checkpoint lacks

@@ -317,7 +317,7 @@ class Optimizer(torch.optim.Optimizer):
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
         missing = [p for p in parameters if not self.has_state(p)]
         for parameter in missing:
-            state = self.kernels.new_state(group, parameter)
+            state = self.kernels.local_state(group, parameter).entry
             state.update(self.state.get(parameter, {}))  # notes of other code
             self.state[parameter] = state
         if missing and fills:

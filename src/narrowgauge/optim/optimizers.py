@@ -20,6 +20,9 @@ from narrowgauge.optim.optimizer import Optimizer, Params
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.matrix import GALORE, MUON
 
+Betas = tuple[float, float]
+"""The decay rates of two averages."""
+
 
 class AdamW(Optimizer):
     """AdamW, computed in float32. Weights and moments are stored in the formats of a storage.
@@ -52,7 +55,7 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self, params: Params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self, params: Params, lr: float | Tensor = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -83,7 +86,7 @@ class Adam(Optimizer):
     """
 
     def __init__(
-        self, params: Params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self, params: Params, lr: float | Tensor = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -151,7 +154,7 @@ class Lion(Optimizer):
     """
 
     def __init__(
-        self, params: Params, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        self, params: Params, lr: float | Tensor = 1e-4, betas: Betas = (0.9, 0.99),
         weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -199,7 +202,7 @@ class Muon(Optimizer):
     def __init__(
         self, params: Params, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
         nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: str | None = None,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any,
+        betas: Betas = (0.9, 0.999), eps: float = 1e-8, **options: Any,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
@@ -251,7 +254,7 @@ class GaLore(Optimizer):
 
     def __init__(
         self, params: Params, lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 0.25,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
+        betas: Betas = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,

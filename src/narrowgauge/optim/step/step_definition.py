@@ -21,7 +21,7 @@ from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import canonical_nan
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, Result
 from narrowgauge.optim.step import codes
 from narrowgauge.optim.step.bit_layout import dropped_bits, planes_of
 from narrowgauge.optim.step.codes import Lane, Written
@@ -127,9 +127,7 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars) ->
     return visible, fields
 
 
-def average(
-    rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars
-) -> tuple[Tensor, dict[str, Tensor]]:
+def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) -> Result:
     """Return a lane's gradient for a matrix rule's direction, and the new packed states."""
     gradient = lane.gradient * scalars["gradient_scale"]
     if rule.average is None:
