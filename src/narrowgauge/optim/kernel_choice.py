@@ -16,7 +16,7 @@ from narrowgauge.optim.step.parameter_formats import LONGEST_VECTOR, is_vector
 from narrowgauge.optim.step.state import LocalState, new_state
 from narrowgauge.optim.step.step_definition import StepDefinition, kernel_of
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import Storage, for_format, for_vectors, get_storage
+from narrowgauge.spec.storages import Storage, for_format, get_storage
 from narrowgauge.spec.update_rules import refuse_pair
 
 Group = dict[str, Any]
@@ -45,8 +45,8 @@ class KernelChoice:
     def row_of(self, group: Group, parameter: Tensor) -> Storage:
         """Return the storage that a group asks for."""
         row = get_storage(group["storage"])
-        if is_vector(parameter):
-            row = for_vectors(row)
+        if is_vector(parameter) and row.vectors:
+            row = get_storage(row.vectors)
         return row
 
     def storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:

@@ -338,11 +338,6 @@ def get_storage(name: str) -> Storage:
     return STORAGES[name]
 
 
-def for_vectors(storage: Storage) -> Storage:
-    """Return the storage of 1-D parameters under ``storage``."""
-    return STORAGES[storage.vectors] if storage.vectors else storage
-
-
 def for_format(storage: Storage, visible: str) -> Storage:
     """Return ``storage``, or its counterpart for a parameter in another visible format.
 

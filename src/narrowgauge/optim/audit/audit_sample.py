@@ -119,7 +119,7 @@ class AuditSample:
             scales[name] = codes.multipliers(bound)
         return lane_of(self.storage, weight, gradient, rest[:num_planes], scales)
 
-    def _marks(self, batch: Batch) -> tuple[Any, Any]:
+    def _marks(self, batch: Batch) -> Any:
         """Return what is another when other code has written a state, or has put a tensor in its place."""
         if batch.table is not None:
             addresses = batch.table.rows["addresses"][:, 2:].tobytes()
