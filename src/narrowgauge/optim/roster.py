@@ -65,8 +65,7 @@ class Roster:
         self.norm: Any = None
         if not states:
             return
-        device = validation.device_of_step([state.parameter for state in states])
-        self.device = device
+        self.device = validation.device_of_step([state.parameter for state in states])
         self.is_sharded = any(is_sharded(state.owner) for state in states)
         tensors = streams_of(states)
         self.gradient_places = [state.place + 1 for state in states]
