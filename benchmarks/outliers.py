@@ -14,8 +14,9 @@ Model and text: SmolLM2-135M and SymPy's source (``_starts.py``). All linear lay
 but the head change. Baseline: bfloat16 with the same factor. A difference is the mean over blocks
 of 256 tokens, paired, with half its 95 % interval: one of this model's loss on this text.
 
-Run: ``./dev bench outliers [--rows NAME …] [--quick]``; a row of a factor takes a minute of a core.
-It writes ``benchmarks/outliers.jsonl``. What multiplies only in a server has the factor 1 alone.
+Run: ``./dev bench outliers [--rows NAME …] [--factors 1 64] [--quick]``; a row of a factor takes a
+minute of a core. It writes ``benchmarks/outliers.jsonl``, over the rows of these names. What
+multiplies only in a server has the factor 1 alone.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def main(arguments=None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
     flags.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    flags.add_argument("--factors", nargs="+", type=int, default=FACTORS)
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     begin("outliers", options, peers=("transformers", "bitsandbytes"))
@@ -122,7 +124,7 @@ def main(arguments=None) -> int:
     model = ng.cast_parameters(loaded, torch.bfloat16).eval()
     peaks = peaks_of(model, blocks[:8])
     rows = {name: {"row": name} for name in options.rows}
-    for factor in FACTORS:
+    for factor in options.factors:
         grown = copy.deepcopy(model)
         grow(grown, peaks, factor)
         wide = losses(grown, blocks)
