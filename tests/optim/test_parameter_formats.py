@@ -122,6 +122,13 @@ def test_a_matrix_rule_keeps_float32_moments_of_float32_weights():
         ng.Muon(Model().parameters(), adjust_lr_fn="match_rms_adamw")
 
 
+def test_a_warning_names_the_line_that_called():
+    with pytest.warns(UserWarning, match="Rounded") as told:
+        optimizer = ng.AdamW([nn.Parameter(torch.ones(4, 4))])
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [warning.filename for warning in told] == 2 * [__file__]
+
+
 def test_an_optimizer_that_adopts_the_weights_of_an_earlier_one_begins_with_them():
     torch.manual_seed(0)
     model = nn.Linear(64, 64)

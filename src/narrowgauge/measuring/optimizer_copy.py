@@ -114,11 +114,6 @@ class OptimizerCopy:
             name = type(self.optimizer).__name__
             raise ArithmeticError(f"{name} rounds the weights of a copy in {weights.dtype}, too")
 
-    @property
-    def state(self) -> Any:
-        """Return the states of the elements, by name."""
-        return self.optimizer.state[self.weights]
-
 
 @contextmanager
 def no_trace() -> Iterator[None]:

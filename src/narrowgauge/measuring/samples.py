@@ -39,8 +39,7 @@ def _indices(total: int, number: int, device: torch.device) -> Tensor:
 def take(x: Tensor, number: int = SIZE) -> Tensor:
     """Return elements of this rank's part of a tensor, spread over it: the same of each size."""
     local = decoded(x)
-    indices = _indices(local.numel(), number, local.device)
-    return local.reshape(-1).index_select(0, indices)
+    return local.reshape(-1).index_select(0, _indices(local.numel(), number, local.device))
 
 
 def decoded(x: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 import torch
 
-NARROW = (
-    torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)  # fmt: skip
-UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in NARROW}
+UNITS = {
+    dtype: torch.finfo(dtype).eps / 2
+    for dtype in (
+        torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    )
+}  # fmt: skip
 FINEST = 2.0**-24
 """Unit roundoff of float32."""
 

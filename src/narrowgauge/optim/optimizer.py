@@ -134,7 +134,7 @@ class Optimizer(torch.optim.Optimizer):
         options = {"storage": storage, "seed": seed, "low_bits": low_bits}
         super().__init__(params, {**defaults, **options})
         self._is_complete = True
-        self._round()
+        self._round(4)
 
     def _begin(self) -> None:
         """Set what an optimizer or a copy of one begins with."""
@@ -185,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         self._to_round |= to_round
         if self._is_complete:  # else all groups are checked first
-            self._round()
+            self._round(3)
 
     def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
         """Return the visible format of each parameter of a group that is to be rounded to one."""
@@ -197,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
                 formats[parameter] = visible
         return formats
 
-    def _round(self) -> None:
+    def _round(self, stacklevel: int) -> None:
         """Round float32 parameters in place, and store the values that they had."""
         values = round_in_place(self._to_round)
         self._to_round = {}
@@ -206,7 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         self.adopt(values)
         total = sum(value.numel() for value in values.values())
         storages = sorted({f"'{self.storage_of(parameter).name}'" for parameter in values})
-        warnings.warn(ROUNDED.format(total, ", ".join(storages)), stacklevel=4)
+        warnings.warn(ROUNDED.format(total, ", ".join(storages)), stacklevel=stacklevel)
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 

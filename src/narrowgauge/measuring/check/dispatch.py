@@ -120,8 +120,9 @@ class PolicyMode(TorchDispatchMode):
 
     def _asked(self, operation: Operation) -> Any:
         if operation.is_collective and self.is_alone:
-            name = operation.name.strip("_")
-            raise ArithmeticError(f"the loss calls {name} over ranks, and one process computes it")
+            raise ArithmeticError(
+                f"the loss calls {operation.name.strip('_')} over ranks, and one process computes it"
+            )
         generator = operation.arguments.get("generator")
         if generator is not None and generator not in self.generators:
             self.generators[generator] = generator.get_state()

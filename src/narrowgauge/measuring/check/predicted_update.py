@@ -140,7 +140,8 @@ def _copy(stepped: OptimizedParameter, rate: float, is_matrix: bool) -> Copy:
                 if p.dtype in NARROW_WEIGHTS:
                     seen.keeps_step = low_bits_kept(optimizer, group, p)
             if is_matrix:
-                seen.sizes = rate * torch.randn(SAMPLED, generator=_seeded())
+                generator = torch.Generator().manual_seed(SEED)
+                seen.sizes = rate * torch.randn(SAMPLED, generator=generator)
             elif p.dtype in NARROW_WEIGHTS and not seen.keeps_step:
                 _add_sizes(seen, stepped, rate)
     except ArithmeticError as error:
@@ -159,19 +160,16 @@ def _of_states(optimizer: Any, group: Row, p: Tensor) -> Row:
     if not is_finite(copied.step(zeros)) and group.get("eps"):
         row["of_eps"] = 0.0
     copied.step(torch.ones_like(start))
-    moment = copied.state.get("exp_avg_sq")
+    state = copied.optimizer.state[copied.weights]
+    moment = state.get("exp_avg_sq")
     if type(moment) is Tensor and moment.dtype in TRAINED:
         before = moment.clone()
         for _ in range(READ):
             copied.step(zeros)
-        is_stored = not torch.equal(before, copied.state["exp_avg_sq"])
+        is_stored = not torch.equal(before, state["exp_avg_sq"])
         if moment.dtype in NARROW_WEIGHTS or not is_stored:
             row["of_second_moment"] = float(is_stored)
     return row
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
 
 
 def _add_sizes(seen: Copy, stepped: OptimizedParameter, rate: float, part: float = 1.0) -> None:
@@ -184,7 +182,7 @@ def _add_sizes(seen: Copy, stepped: OptimizedParameter, rate: float, part: float
     start = take(p)
     norms = []
     for scale in (2.0**-6, 1.0):
-        generator = _seeded()
+        generator = torch.Generator().manual_seed(SEED)
         copied = OptimizerCopy(optimizer, group, part * wide_of(start), options={"lr": rate})
         changes = []
         for _ in range(WARM):

@@ -182,9 +182,9 @@ def compare_slope(passes: Passes, result: Readings) -> None:
             raise ArithmeticError("the loss has a kink at the weights or near them")
         if not slope.predicted and not slope.measured:
             raise ArithmeticError(IS_ZERO)
-        number = plural(len(along.moved), "tensor")
         result.lines.append(
-            f"slope: the loss changes as the gradient of {number} says, within {slope.off:.1g}"
+            f"slope: the loss changes as the gradient of {plural(len(along.moved), 'tensor')} "
+            f"says, within {slope.off:.1g}"
         )
         return
     name, slope = along.last_wrong(abs(slope.measured - slope.predicted) / PART)

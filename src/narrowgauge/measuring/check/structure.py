@@ -102,9 +102,9 @@ def _compare(passes: Passes, step: Gradients, plain: Pass, result: Readings) -> 
         if right.any() and step[name].any():
             distances[name] = float((step[name] - right).norm() / right.norm())
     differing = [name for name in distances if distances[name] > SAME]
-    equal = len(distances) - len(differing)
     result.lines.append(
-        f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
+        f"  without roundings {len(distances) - len(differing)} of {len(distances)} gradients "
+        "equal the plain loss's"
     )
     if differing and _is_of_parts(step, exact, terms or _terms(passes), differing):
         return exact
@@ -131,8 +131,9 @@ def _add_differing(step: Gradients, exact: Gradients, names: list[str], result: 
     for words, (value, expected, tensors) in answers.items():
         result.lines.append(f"  {of_all(tensors)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
-            reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
-            result.unseen["a factor of the gradient"] = reason
+            result.unseen["a factor of the gradient"] = (
+                f"{value:g}: a loss scale? Unscale in backward=, as the step does"
+            )
         else:
             result.add("gradient", tensors, value, expected)
 

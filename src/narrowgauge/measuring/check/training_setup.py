@@ -126,8 +126,10 @@ def add_setup(setup: TrainingSetup, result: Readings) -> None:
     parameters = setup.parameters
     masters = setup.outside.keys()
     missing = setup.missing
-    held = plural(len(setup.trained), "tensor")
-    result.looked_at = f"which of {held} an optimizer holds, finite weights, ties, rounded buffers"
+    result.looked_at = (
+        f"which of {plural(len(setup.trained), 'tensor')} an optimizer holds, finite weights, ties, "
+        "rounded buffers"
+    )
     if not masters.isdisjoint(parameters):
         words = "the loop copies them after the step; ng.watch sees it"
         result.unseen["whether weights follow their masters"] = words
@@ -153,8 +155,7 @@ def add_setup(setup: TrainingSetup, result: Readings) -> None:
                 faults["untied"].append(name)
     for what, names in faults.items():
         if names:
-            stage = "start" if what == "nonfinite" else ""
-            result.add(what, names, len(names), stage=stage)
+            result.add(what, names, len(names), stage="start" if what == "nonfinite" else "")
 
 
 def _is_copy(p: Tensor, table: Tensor) -> bool:

@@ -305,8 +305,12 @@ class Meter:
     def end_step(self, given_row: Row) -> None:
         """End a step, and give its row to the listener. Numbers from the loop come first."""
         self.number += 1
-        seconds = time.perf_counter() - self._began
-        row = {"step": self.number, "seconds": seconds, "limit": self.limit, **self._row}
+        row = {
+            "step": self.number,
+            "seconds": time.perf_counter() - self._began,
+            "limit": self.limit,
+            **self._row,
+        }
         if self.has_stepped:
             self._measure("steps", lambda: row.update(self._measured(self._numbers.read())))
         elif not self._stepped:

@@ -66,8 +66,7 @@ def summary_of(run: Run) -> Row:
     """Return what the rows of a run say of all of it, so that a resume does not change it."""
 
     def values(name: str) -> list[float]:
-        rows = chain(run.steps, run.evals)
-        return [row[name] for row in rows if row.get(name) is not None]
+        return [row[name] for row in chain(run.steps, run.evals) if row.get(name) is not None]
 
     summary: Row = {"num_skipped": sum(map(bool, values("skipped")))}
     for name, column, reduced in (

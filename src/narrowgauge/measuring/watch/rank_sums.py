@@ -30,10 +30,11 @@ class RankSums:
 
     def __init__(self, ranks: Ranks, names: Mapping[Tensor, str]) -> None:
         self._ranks = ranks
-        self.whole: dict[str, Tensor] = {}
-        for p, name in names.items():
-            if p.requires_grad and p.numel() and not is_sharded(p):
-                self.whole[name] = p
+        self.whole = {
+            name: p
+            for p, name in names.items()
+            if p.requires_grad and p.numel() and not is_sharded(p)
+        }
         if unlike({name: tuple(p.shape) for name, p in self.whole.items()}):
             self.whole = {}
         # Gradients and, last, the data; weights and, last, whether this rank has an error.

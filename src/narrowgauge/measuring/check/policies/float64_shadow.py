@@ -44,8 +44,6 @@ _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "threshold_backward", "har
 _FEWEST = 64
 """Elements of a cast whose range is judged."""
 
-Arguments = tuple[Any, ...]
-
 
 class Float64Shadow:
     """Keep the float64 shadow of each tensor of a step.
@@ -143,7 +141,7 @@ class Float64Shadow:
 
     # ── an operation ──────────────────────────────────────────────────────────────────────────────
 
-    def before(self, op: Operation) -> Arguments | None:
+    def before(self, op: Operation) -> Any:
         """Return the arguments with shadows, before what is written in place is written.
 
         Nothing where no tensor has a shadow; no arguments where one is not followed.
@@ -166,7 +164,7 @@ class Float64Shadow:
 
         return tree_map(wide, (op.args, op.kwargs))
 
-    def after(self, op: Operation, arguments: Arguments | None) -> None:
+    def after(self, op: Operation, arguments: Any) -> None:
         """Run the operation on shadows, and keep its results."""
         if op.layer is not None:
             self._follow_layer(op)
