@@ -419,7 +419,6 @@ def watch(
     optimizer: Any,
     *,
     record: str | Path | None = None,
-    called: nn.Module | None = None,
     max_grad_norm: float | None = None,
     ignore: Collection[str] = (),
     **options: Any,
@@ -446,10 +445,10 @@ def watch(
             to step at the end.
         record: a folder in which the run is recorded, with a row for each step of the optimizer, and
             the loss where :meth:`RunRecorder.step` passes it.
-        called: the module whose forward pass the loop calls, if not the model itself.
         max_grad_norm: the limit to which the loop clips gradients.
         ignore: kinds of readings that are intended. ``narrowgauge show checks`` lists them.
-        options: of :class:`narrowgauge.RunRecorder`, such as ``on_row`` for a logger.
+        options: of :class:`narrowgauge.RunRecorder`, such as ``on_row`` for a logger, and ``called``
+            for the module whose forward pass the loop calls, if it is not the model itself.
     Returns:
         The watch. ``step(loss)`` passes the loss too; ``close()`` ends it, as the end of a ``with`` block.
     Raises:
@@ -473,5 +472,5 @@ def watch(
         >>> str(caught[0].message).split(":")[0]
         'step 6'
     """
-    options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}
+    options |= {"max_grad_norm": max_grad_norm, "ignore": ignore}
     return RunRecorder(record, model, optimizer, **options)
