@@ -211,8 +211,6 @@ class Readings(Sequence[Reading]):
             lines.append(f"and {len(self) - MAX_ROWS} more readings (--json)")
         lines += [*sentences.values()][:MAX_SENTENCES]
         if self.unseen:
-            areas = []
-            for area, flag in self.unseen.items():
-                areas.append(f"{area} ({flag})" if flag else area)
+            areas = [f"{area} ({flag})" if flag else area for area, flag in self.unseen.items()]
             lines.append(f"Not looked at: {', '.join(areas)}.")
         return "\n".join(lines)
