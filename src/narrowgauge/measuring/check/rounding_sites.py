@@ -6,7 +6,7 @@ other follows in squares, since errors of different places are nearly orthogonal
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.check.dispatch import BACKWARD, SUM, is_finite, tensors_in
@@ -53,7 +53,9 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
     """
     shadow = first.shadow
     roundoff, coarsest = shadow.coarsest
-    errors, lengths = _errors_of(first)
+    distances = _distances(first.gradients, first.shadows)
+    errors = {name: distance for name, distance in distances.items() if math.isfinite(distance)}
+    lengths = {name: float(first.shadows[name].norm()) for name in errors}
     number_lost = len(first.gradients) - len(first.shadows)
     if number_lost:
         reason = f"not followed through {', '.join(shadow.cuts)}"
@@ -76,7 +78,8 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
     def alone(sites: Collection[str]) -> float:
         """Return the error that some sites give, of a step in which their shadows are rounded."""
         rounded = passes.run(passes.step, Float64Shadow(sites)).shadows
-        reached = _distance(rounded, first.shadows, list(errors))
+        parts = _distances(rounded, first.shadows)
+        reached = math.hypot(*(parts[name] for name in errors))
         return math.inf if math.isnan(reached) else reached
 
     shares = dict(_ranked(shadow, error, unit, alone))
@@ -90,15 +93,12 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
         _add_single_tensors(first, errors, lengths, result)
 
 
-def _errors_of(first: Pass) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the distance of each finite gradient from its shadow, and the shadow's length."""
-    errors = {}
-    lengths = {}
-    for name, exact in first.shadows.items():
-        if is_finite(first.gradients[name]) and is_finite(exact):
-            errors[name] = _distance(first.gradients, first.shadows, [name])
-            lengths[name] = float(exact.norm())
-    return errors, lengths
+def _distances(gradients: Gradients, shadows: Gradients) -> dict[str, float]:
+    """Return the length of the difference of each gradient from its shadow; not finite where one is not."""
+    distances = {}
+    for name, exact in shadows.items():
+        distances[name] = float((gradients[name].double() - exact).norm())
+    return distances
 
 
 def _bound_of(shadow: Float64Shadow, shares: Mapping[str, float]) -> float:
@@ -126,11 +126,6 @@ def _add_single_tensors(
         if is_alone and gradient.ndim > 1:
             roundings = size / (first.shadow.coarsest[0] * lengths[name] or 1.0)
             result.add("rounding", name, roundings)
-
-
-def _distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
-    """Return the length of the difference of two sets of gradients."""
-    return math.hypot(*(float((first[name].double() - second[name]).norm()) for name in names))
 
 
 def _ranked(

@@ -173,9 +173,8 @@ class Fingerprints:
 def _entries_of(named: Mapping[str, Tensor]) -> Entries:
     """Return the entries of whole tensors; a rank may hold a part of one."""
     entries = Entries()
-    for key, number in fingerprints_whole(named).items():
-        x = named[key]
-        entries[key] = [number, _sum_of_squares(x), x.numel(), dtype_name(x.dtype)]
+    for key, x in named.items():
+        entries[key] = [fingerprint(whole(x)), _sum_of_squares(x), x.numel(), dtype_name(x.dtype)]
     return entries
 
 
