@@ -109,7 +109,7 @@ class Along:
         slope = self.slope(self.moved)
         if slope.differs:
             for name, gradient in self._run(self.passes.plain(self.batch, 0.0)).shadows.items():
-                self.exact[name] = self.exact[name] - gradient
+                self.exact[name] -= gradient
             slope = self.slope(self.moved)
         return slope
 

@@ -90,7 +90,7 @@ class Fingerprints:
 
     # ── the hooks calls these ───────────────────────────────────────────────────────────────────────
 
-    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before_pass(self, inputs: tuple[Any, ...]) -> None:
         """Begin a micro-batch."""
         self._pass.close()  # of a pass that raised
         if not self._is_on:

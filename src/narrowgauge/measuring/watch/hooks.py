@@ -4,7 +4,7 @@ The meter of a watch and the fingerprints are listeners. :class:`LoopHooks` hook
 the loop calls, and the step of each optimizer. A compiler and the transforms of ``torch.func`` skip all
 hooks.
 
-A listener is an object with ``before_pass(module, inputs)`` for a forward pass with gradients,
+A listener is an object with ``before_pass(inputs)`` for a forward pass with gradients,
 ``before_step(optimizer)`` for a step that has its gradients, ``after_step(optimizer)``, and ``end()``, which
 releases what it holds. It may only read. An error in a listener ends this listener, and neither the others
 nor the loop; ``title`` names it. If it ``compares_ranks``, they wait for each other, so there an error ends
@@ -101,7 +101,7 @@ class LoopHooks:
     def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and is_eager():
             self._depth.clear()
-            self._tell("before_pass", module, (*args, *kwargs.values()))
+            self._tell("before_pass", (*args, *kwargs.values()))
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin a step: at once, or after the first call of the closure that computes its gradients."""
@@ -126,7 +126,7 @@ class LoopHooks:
             self._tell("before_step", waiting.pop())
         return loss
 
-    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _leave(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth[optimizer] -= 1
         if self._depth[optimizer] <= 0:
             self._depth[optimizer] = 0

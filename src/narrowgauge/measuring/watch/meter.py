@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer as AnyOptimizer
 
 from narrowgauge.measuring.check.training_setup import NARROW_WEIGHTS, TrainingSetup
@@ -176,7 +176,7 @@ class Meter:
 
     # ── before a step ─────────────────────────────────────────────────────────────────────────────
 
-    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before_pass(self, inputs: tuple[Any, ...]) -> None:
         """Take the inputs of the model, if ranks are replicas: shards of a tensor may need the same."""
         if self._ranks is not None and self._is_whole:
             self._measure("data of ranks", self._ranks.add_data, inputs)
