@@ -7,6 +7,7 @@ other follows in squares, since errors of different places are nearly orthogonal
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.check.dispatch import BACKWARD, SUM, is_finite, tensors_in
@@ -75,14 +76,7 @@ def add_roundings(passes: Passes, first: Pass, result: Readings) -> None:
         f"{error / unit:.3g} roundings of {coarsest}; most in {worst}"
     )
 
-    def alone(sites: Collection[str]) -> float:
-        """Return the error that some sites give, of a step in which their shadows are rounded."""
-        rounded = passes.run(passes.step, Float64Shadow(sites)).shadows
-        parts = _distances(rounded, first.shadows)
-        reached = math.hypot(*(parts[name] for name in errors))
-        return math.inf if math.isnan(reached) else reached
-
-    shares = dict(_ranked(shadow, error, unit, alone))
+    shares = dict(_ranked(shadow, error, unit, partial(_error_of, passes, first, errors)))
     for site, share in shares.items():
         names = ", ".join(sorted(shadow.rounds[site]))
         result.lines.append(f"  {share:.2f} of it from {names} in {site}")
@@ -99,6 +93,14 @@ def _distances(gradients: Gradients, shadows: Gradients) -> dict[str, float]:
     for name, exact in shadows.items():
         distances[name] = float((gradients[name].double() - exact).norm())
     return distances
+
+
+def _error_of(passes: Passes, first: Pass, names: Collection[str], sites: Collection[str]) -> float:
+    """Return the error of some gradients in a step that rounds the shadows of some sites alone."""
+    rounded = passes.run(passes.step, Float64Shadow(sites)).shadows
+    distances = _distances(rounded, first.shadows)
+    error = math.hypot(*(distances[name] for name in names))
+    return math.inf if math.isnan(error) else error
 
 
 def _bound_of(shadow: Float64Shadow, shares: Mapping[str, float]) -> float:
