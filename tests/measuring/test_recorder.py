@@ -142,6 +142,9 @@ def test_a_record_goes_back_to_one_of_its_steps(tmp_path):
             recorder.go_back(6)
         train(recorder, range(1))
     assert [row["step"] for row in ng.read_run(tmp_path / "run").steps] == [4, 7]
+    with begin(None) as watch:
+        watch.go_back(3)
+        assert watch.num_steps == 3
 
 
 def test_a_step_that_the_loop_left_out_has_a_row(tmp_path):

@@ -278,6 +278,9 @@ class RunRecorder:
                 f"Cannot go back to step {step} because the first step is 0.",
                 "Give the step of the loaded checkpoint.",
             )
+        if self.folder is None:
+            self.meter.go_on_after(step)
+            return
         run = self._ranks.of_first(lambda: self._rewound(step))
         is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._ended)
