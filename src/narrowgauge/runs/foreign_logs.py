@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import damaged, disk_errors, read_bytes
+from narrowgauge.runs.atomic_io import damaged, disk_errors
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
 
@@ -55,16 +55,15 @@ def log_file(path: Path) -> Path | None:
     A folder may hold many tables, so none of them is its log.
     """
     with disk_errors(path):
-        for file in (path, path / _STATE, path / _METRICS):
-            is_known = file.suffix.lower() in (".csv", ".log", ".txt") or _is_state(file)
-            if is_known and file.is_file():
+        for file in filter(Path.is_file, (path, path / _STATE, path / _METRICS)):
+            if file.suffix.lower() in (".csv", ".log", ".txt") or _is_state(file):
                 return file
     return None
 
 
 def _is_state(file: Path) -> bool:
-    """Return whether a path is a ``trainer_state.json``, under any name."""
-    return file.suffix.lower() == ".json" and b'"log_history"' in (read_bytes(file) or b"")
+    """Return whether a file is a ``trainer_state.json``, under any name."""
+    return file.suffix.lower() == ".json" and b'"log_history"' in file.read_bytes()
 
 
 def read_log(path: Path) -> Row:
