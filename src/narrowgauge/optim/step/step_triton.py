@@ -184,6 +184,19 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
 # ── has, the blocks' numbers, how many elements lie in whole vectors, and whether others do not ────
 
 
+# Not tl.max and tl.sum, which the interpreter of this file does not run.
+
+
+@triton.jit
+def larger_of(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def sum_of(a, b):
+    return a + b
+
+
 @triton.jit
 def find(
     table, tensor_of_program, control, ADDRESSES: tl.constexpr, IS_SCALED: tl.constexpr = False
@@ -205,7 +218,7 @@ def find(
     if control is not None:
         size = tl.where(tl.load(control + 1) == 0, size, 0)
     num_whole = size // 16 * tl.load(sizes + 4).to(tl.int32) * 16
-    is_odd = tl.max(size - num_whole, 0) > 0
+    is_odd = tl.reduce(size - num_whole, 0, larger_of) > 0
     return (row, begin, size, block, num_whole, is_odd), sizes
 
 
@@ -257,7 +270,7 @@ def load_gradient(tile, format):
 @triton.jit
 def peaks_of(x):
     """Return the largest magnitude of each block. A NaN is the largest."""
-    return float_of(tl.max(int_of(x) & MAGNITUDE, 1))
+    return float_of(tl.reduce(int_of(x) & MAGNITUDE, 1, larger_of))
 
 
 # ── blocks with scales: a rule's step of the largest magnitudes of a block bounds its new states ──
@@ -350,7 +363,7 @@ def step(table, tensor_of_program, numbers, control, row: tl.constexpr):
 @triton.jit
 def add_counts(word, counts):
     """Add the sum of counts: its low 32 bits to a word, and the others 16 words on."""
-    count = tl.sum(tl.sum(counts.to(tl.int64), 1), 0)
+    count = tl.reduce(tl.reduce(counts.to(tl.int64), 1, sum_of), 0, sum_of)
     tl.atomic_add(word, count & 0xFFFFFFFF)
     tl.atomic_add(word + 16, count >> 32)
 
@@ -362,7 +375,7 @@ def squares(table, tensor_of_program, words, SLOTS: tl.constexpr, WORDS: tl.cons
     x = load_gradient(tile, tl.load(sizes + 3))
     slot = words + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * WORDS
     bits = int_of(x) & MAGNITUDE
-    largest = tl.max(tl.max(bits, 1), 0)
+    largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)
     if largest >= 0x7F800000:
         tl.atomic_add(slot + WORDS - 1, tl.where(largest > 0x7F800000, 1 << 32, 1).to(tl.int64))
         largest = 0
@@ -375,4 +388,4 @@ def squares(table, tensor_of_program, words, SLOTS: tl.constexpr, WORDS: tl.cons
         add_counts(slot + top + 41, tl.floor(steps))
         add_counts(slot + top + 20, (steps - tl.floor(steps)) * 2.0**42)
         bits = tl.where(is_near, 0, bits)
-        largest = tl.max(tl.max(bits, 1), 0)
+        largest = tl.reduce(tl.reduce(bits, 1, larger_of), 0, larger_of)
