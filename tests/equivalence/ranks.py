@@ -36,14 +36,18 @@ from narrowgauge.spec.parse import parse
 NUM_RANKS = 4
 WAYS = {"fsdp2": 2, "replicated": 2, "offloaded": 2, "hsdp": 4, "resumed_on_three": 3}
 """On how many ranks each way trains."""
+SAVED = [recipe for recipe in RECIPES if recipe.startswith(("bfloat16", "float16"))]
 RECIPES_OF = {
     "fsdp2": RECIPES,
-    "replicated": RECIPES,
+    "replicated": ("bfloat16/word", "float8-row/word", "int8-row/states8", "float16/split"),
     "offloaded": RECIPES[::2],
-    "hsdp": (*RECIPES[1::2], *MORE[:-1]),  # vectors of the last have a scale, which no ranks share
-    "resumed_on_three": RECIPES,
+    # Vectors of the last of MORE have a scale, which no ranks share.
+    "hsdp": ("bfloat16/exact", "bfloat16/collage-plus", *MORE[:-1]),
+    "resumed_on_three": SAVED,
 }
-"""The recipes of each way."""
+"""The recipes of each way: all, or those whose sums, states on the host, scales or saved states are
+unlike. A checkpoint has nothing of a compute.
+"""
 Fingerprints = dict[tuple[str, str], dict[str, str]]
 """Of a rank, by way and recipe."""
 BY_CALLER = ("bfloat16/word", "float8-row/word")
@@ -152,13 +156,14 @@ def on_a_rank(rank: int, folder: Path) -> Fingerprints:
             if recipe in BY_CALLER:
                 fingerprints["by_caller", recipe] = by_caller(recipe, half)
         else:
-            fingerprints["replicated", recipe] = replicated(recipe, half)
+            if recipe in RECIPES_OF["replicated"]:
+                fingerprints["replicated", recipe] = replicated(recipe, half)
             if recipe in RECIPES_OF["offloaded"]:
                 fingerprints["offloaded", recipe] = offloaded(recipe, half, folder / "offloaded")
     dist.barrier()
     three = DeviceMesh("cpu", list(range(3)))
     for recipe in RECIPES_OF["hsdp"]:
         fingerprints["hsdp", recipe] = hsdp(recipe, grid)
-    for recipe in RECIPES if rank < 3 else ():
+    for recipe in SAVED if rank < 3 else ():
         fingerprints["resumed_on_three", recipe] = resumed_on_three(recipe, three, folder)
     return fingerprints

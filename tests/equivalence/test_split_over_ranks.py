@@ -36,7 +36,9 @@ from ranks import run_ranks
 from text.refusals import refused
 
 NUM_RANKS = 4
-SOME = ("word", "exact", "kahan")
+SOME = ("word", "kahan")
+ALIKE = ("naive", "float16/naive", "float16/master")
+"""Storages with the planes of another one."""
 RULES = (
     "lion states8",
     "adamw compact",
@@ -47,7 +49,9 @@ RULES = (
 )
 """Other rules and odd storages, with stacks of matrices."""
 WAYS = {
-    "two tensor ranks": tuple(s for s in REPRESENTATIVES if not STORAGES[s].scaled),
+    "two tensor ranks": tuple(
+        s for s in REPRESENTATIVES if not STORAGES[s].scaled and s not in ALIKE
+    ),
     "four tensor ranks": (*SOME, "muon word"),
     "fsdp2": (*SOME, *RULES),
     "fsdp2 and tensor": SOME,

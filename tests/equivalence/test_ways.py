@@ -63,7 +63,7 @@ def test_shards_of_the_caller(recipe, results):
         assert result["by_caller", recipe] == ranks.by_caller(recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ranks.SAVED)
 @pytest.mark.usefixtures("results")
 def test_resumed_on_one_rank(recipe, folder):
     assert ranks.resumed_on_one(recipe, folder) == on_one_rank(recipe)
