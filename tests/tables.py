@@ -32,7 +32,7 @@ def exhaustive(names: str | Sequence[str], rows: Iterable[Any]):
 
         signature = inspect.signature(test)
         parameters = [value for name, value in signature.parameters.items() if name not in names]
-        every_row.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        every_row.__signature__ = signature.replace(parameters=parameters)
         del every_row.__wrapped__  # or pytest would ask for the fixtures of the row
         return every_row
 

@@ -52,7 +52,7 @@ def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((float(loss.detach()), float(optimizer.grad_norm), print_of(model, optimizer)))  # type: ignore[arg-type]
+        seen.append((float(loss.detach()), float(optimizer.grad_norm), print_of(model, optimizer)))
     return seen
 
 

@@ -251,7 +251,7 @@ def checked(recipe: str) -> dict[str, str]:
 def checkpointed(recipe: str) -> dict[str, str]:
     """Compute activations again in the backward pass."""
     training = start(recipe)
-    training.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    training.model.gradient_checkpointing_enable({"use_reentrant": False})
     return fingerprint(train(training))
 
 

@@ -50,14 +50,14 @@ def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) 
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = {"max_epochs": -1, **dict.fromkeys(off, False), **options}
     trainer = pl.Trainer(max_steps=steps, accelerator="cpu", **quiet)
-    batches = DataLoader(sequences(4 * STEPS).split(4), batch_size=None)  # type: ignore[arg-type]
+    batches = DataLoader(sequences(4 * STEPS).split(4), batch_size=None)
     trainer.fit(
         module,
         batches,
         DataLoader([sequences(4)], batch_size=None),
         ckpt_path=resume,
         weights_only=False,
-    )  # type: ignore[arg-type]
+    )
     return trainer
 
 
@@ -115,7 +115,7 @@ class Pair(Module):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
         self.manual_backward(loss)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+        for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
         return loss

@@ -82,7 +82,7 @@ def test_ranks_wait_for_each_other_so_an_error_ends_the_loop():
         diary.compares_ranks = compares_ranks
         hooks, model, optimizer = hooks_of(diary)
         hooks.say = lambda message: None
-        hooks.ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
+        hooks.ranks = SimpleNamespace(size=2)
         with ExitStack() as expected:
             if compares_ranks:
                 expected.enter_context(pytest.raises(ValueError, match="no ink"))
@@ -112,7 +112,7 @@ def test_a_step_that_calls_its_parents_step_is_one_step(has_closure):
         return loss
 
     with pytest.raises(ValueError, match="no step"):
-        optimizer.step("raises")  # type: ignore[arg-type]
+        optimizer.step("raises")
     model(torch.ones(2, 4))  # the loop goes on
     diary.events.clear()
     for _ in range(2):

@@ -168,7 +168,7 @@ def test_what_is_not_predicted_is_named():
     ] == "0", eps
     model.bfloat16()
     held = torch.optim.AdamW(model.parameters())
-    held.model = model  # type: ignore[attr-defined]
+    held.model = model
     for optimizer, words in (
         (Unheard(model.parameters(), {"lr": 1e-5}), "a copy of Unheard does not step"),
         (held, "AdamW.model has no copy"),

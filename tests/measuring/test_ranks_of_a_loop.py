@@ -64,7 +64,7 @@ def train_without_wrapper(rank: int, folder: Path, unsummed: tuple[str, ...], fa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ng.RunRecorder(folder, model, optimizer) as recorder:
         if rank == 1 and fault == "an error of ours":
-            recorder.meter._after = fail  # type: ignore[method-assign]
+            recorder.meter._after = fail
         for step in range(STEPS):
             if rank == 1 and step == 1 and fault == "a weight is written":
                 model[0].weight.data.add_(1.0)

@@ -64,7 +64,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     train(killed, range(3))
     torch.save([killed.model.state_dict(), killed.optimizer.state_dict()], tmp_path / "checkpoint")
     train(killed, range(3, 5))
-    killed._record.close()  # type: ignore[union-attr]  # the lock ends with the process
+    killed._record.close()  # the lock ends with the process
     with begin(tmp_path / "cut", resume=True, fingerprints_every=3) as recorder:
         states = torch.load(tmp_path / "checkpoint")
         recorder.model.load_state_dict(states[0])

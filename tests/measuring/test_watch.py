@@ -48,7 +48,7 @@ def test_the_stored_share_is_that_of_a_twin_in_float32(kind):
         before.update({name: p.detach().clone() for name, p in loop.model.named_parameters()})
         wide = [nn.Parameter(p.float()) for p in before.values()]
         for x, p in zip(wide, loop.model.parameters(), strict=True):
-            x.grad = p.grad.float()  # type: ignore[union-attr]
+            x.grad = p.grad.float()
         twin = kind(wide, lr=1e-4)
         twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for state in twin.state.values():
@@ -147,7 +147,7 @@ def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large():
 def test_one_of_two_optimizers_has_no_clip_of_its_own(tmp_path):
     def part(loop: Watched) -> None:
         loop.optimizer.param_groups[0]["params"] = [loop.model.head.weight]
-        loop.clip = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)  # type: ignore[method-assign]
+        loop.clip = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
 
     loop = Watched(part, max_grad_norm=0.01, record=tmp_path / "run")
     loop.after_step = lambda loss: loop.watcher.step(loss, grad_norm=1.0)

@@ -137,7 +137,7 @@ def torch_state(make: Any, **options: Any) -> dict[str, Any]:
     """Return a state of an optimizer of torch's after one step."""
     optimizer = make([nn.Parameter(torch.zeros(4))], lr=1e-2, **options)
     step_along(optimizer, 1.0)
-    return optimizer.state_dict()  # type: ignore[no-any-return]
+    return optimizer.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Model(nn.Module):
         self.up, self.head = nn.Linear(8, 32), nn.Linear(32, 16, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.up(self.norm(self.embedding(tokens))).relu()).float()  # type: ignore[no-any-return]
+        return self.head(self.up(self.norm(self.embedding(tokens))).relu()).float()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -166,7 +166,7 @@ def test_an_averaged_model_runs_whatever_else_the_model_holds():
     optimizer = ng.AdamW(ng.cast_parameters(model, torch.bfloat16)[:2].parameters(), compile=False)
     average = ng.AveragedModel(model, optimizer, decay=0.5)
     model.codes.data += 1
-    model[1].running_mean.add_(1.0)  # type: ignore[union-attr, operator]
+    model[1].running_mean.add_(1.0)
     for _ in range(2):
         average.update_parameters(model)
         model.phases.data *= 3

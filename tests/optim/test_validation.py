@@ -130,8 +130,8 @@ class Holder(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> Holder:
-        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        return make(cls, shape, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+        make = Tensor._make_wrapper_subclass
+        return make(cls, shape, dtype=torch.bfloat16)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,7 +11,7 @@ class Lion64(torch.optim.Optimizer):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, options)
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:

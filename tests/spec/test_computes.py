@@ -63,7 +63,7 @@ _INT8 = COMPUTES["int8-row"]
 _OUTLIERS = COMPUTES["int8-outlier-codes"].output
 REFUSED = {
     "one rotated operand": lambda: Product(_MX, replace(_MX, rotation="hadamard")),
-    "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),  # type: ignore[arg-type]
+    "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),
     "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
     "a narrow dtype": lambda: replace(_INT8, name="mine", dtype="float8_e4m3fn"),
     "outliers of a gradient": lambda: replace(_INT8, name="mine", grad_input=_OUTLIERS),

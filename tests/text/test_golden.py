@@ -68,7 +68,7 @@ def spiked_run() -> Run:
 
 
 TEXTS = {
-    **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},  # type: ignore[misc]
+    **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},
     "compare": lambda: verdict(compared()),
     "diagnose-spike": lambda: f"{ng.diagnose(spiked_run())}\n",
     "diagnose-two-runs": lambda: f"{ng.diagnose(healthy_run(), spiked_run())}\n",

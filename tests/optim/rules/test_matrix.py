@@ -33,7 +33,7 @@ SMALL = {
 def make(rule: str, params: list[nn.Parameter], **options: Any) -> Optimizer:
     kind = getattr(optimizers, UPDATE_RULES[rule].optimizer)
     options = {"compile": False, **SMALL[rule], **options}
-    return kind(params, **options)  # type: ignore[no-any-return]
+    return kind(params, **options)
 
 
 def noise(shape: tuple[int, ...], step: int, scale: float = 0.01) -> Tensor:
