@@ -83,7 +83,7 @@ def test_sides_that_belong_together_are_compared_whole():
 
 
 def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised():
-    def failing(*_: object) -> Tensor:
+    def failing(*_):
         raise error
 
     call = Compiled(halved)

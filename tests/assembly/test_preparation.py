@@ -4,7 +4,6 @@ where it cannot be.
 
 import copy
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def test_all_parameters_are_decayed_or_those_that_are_chosen():
 
 
 def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter():
-    def head_apart(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
+    def head_apart(named, **options):
         head = [pair for pair in named if pair[0].startswith("head")]
         rest = [pair for pair in named if not pair[0].startswith("head")]
         return ng.SGD([{"params": rest}, {"params": head, "lr": 0.5}], **options)
@@ -101,7 +100,7 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
 
 
 def test_what_is_frozen_or_left_out_is_cut_and_left_alone():
-    def weights(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
+    def weights(named, **options):
         return ng.SGD([pair for pair in named if "weight" in pair[0]], **options)
 
     model = net()

@@ -63,7 +63,7 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own(tmp_path):
 def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path):
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
 
-    def new_trainer() -> Any:
+    def new_trainer():
         options = {"storage": "word", "audit_every": 2}
         callbacks = [NarrowgaugeCallback()]
         return trainer_of(tmp_path, options, callbacks=callbacks, **every)
@@ -120,7 +120,7 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
     Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint.
     """
 
-    def wide(name: str) -> Any:
+    def wide(name):
         every = {"save_strategy": "steps", "save_steps": 3, "bf16": True}
         trainer = trainer_of(tmp_path / name, {"storage": "word"}, **every)
         ng.cast_parameters(trainer.model, torch.float32)

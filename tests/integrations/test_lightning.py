@@ -71,7 +71,7 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own():
 
 
 def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path):
-    def monitored(steps: int = STEPS, **options: Any):
+    def monitored(steps=STEPS, **options):
         monitor = NarrowgaugeMonitor(tmp_path / "run", tokens=torch.numel)
         module = Module(audit_every=2)
         return module, fit(module, steps, callbacks=[monitor], **options)

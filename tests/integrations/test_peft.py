@@ -106,7 +106,7 @@ def test_only_adapters_train_and_only_they_have_states(compute):
 
 
 def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path):
-    def new_model() -> Any:
+    def new_model():
         return ng.prepare(quantize_for_inference(adapted(base())).train(), lr=1e-2)
 
     model, optimizer = new_model()
@@ -135,7 +135,7 @@ def test_adapters_are_merged_into_a_base_of_16_bits(tmp_path):
 
 
 def test_codes_of_another_format_are_not_loaded_as_numbers():
-    def quantized(compute: str) -> nn.Module:
+    def quantized(compute):
         return quantize_for_inference(nn.Sequential(nn.Linear(64, 16)), compute)
 
     quantized("int8-row").load_state_dict(quantized("int8-row").state_dict())

@@ -90,7 +90,7 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop, row):
 
 def test_experts_of_other_code_than_products_are_refused_at_their_first_call():
     class Summed(Stacked):
-        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        def forward(self, x, counts):
             return torch.einsum("ti,eoi->to", x, self.w1)
 
     experts = Summed(False)

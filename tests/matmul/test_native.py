@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 
@@ -111,7 +110,7 @@ def test_compilers_see_through_a_native_layer(compute):
     layer, _ = make_layer(compute, 64, 80)
     graphs = []
 
-    def seen(module: torch.fx.GraphModule, _: Any) -> Any:
+    def seen(module, _):
         graphs.append(module.graph)
         return module.forward
 
@@ -143,7 +142,7 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(compute, of_matmuls):
     scaled_mm = torch._scaled_mm
     choices = []
 
-    def recorded(*args: Any, use_fast_accum: bool, **options: Any) -> Tensor:
+    def recorded(*args, use_fast_accum, **options):
         choices.append(use_fast_accum)
         return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
 
@@ -160,7 +159,7 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(compute, of_matmuls):
 def test_a_kernel_that_is_off_in_its_trial_is_not_used():
     product = COMPUTES["float8-row"].output
 
-    def off(*args: Any, **options: Any) -> Tensor:
+    def off(*args, **options):
         return device_rules.scaled_mm_v1(*args, **options) * 1.01
 
     for scaled_mm, works in ((device_rules.scaled_mm_v1, True), (off, False)):
@@ -171,7 +170,7 @@ def test_a_kernel_that_is_off_in_its_trial_is_not_used():
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("row", MIXED, **names)
-def test_a_trial_has_the_scales_of_its_products(row: Compute) -> None:
+def test_a_trial_has_the_scales_of_its_products(row):
     """One number, or one of each row: these are two kernels."""
     dims = []
 

@@ -41,7 +41,7 @@ def test_a_law_reads_what_it_declares(rule):
     read = set()
 
     class Watched(StepMetrics):
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             read.add(name)
             return super().__getattr__(name)
 

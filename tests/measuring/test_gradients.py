@@ -48,7 +48,7 @@ def test_what_a_pass_changes_is_put_back():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def unscaled(model: nn.Module, batch: Any) -> None:
+    def unscaled(model, batch):
         scaler.scale(loss(model, batch)).backward()
         scaler.unscale_(optimizer)
 
@@ -65,7 +65,7 @@ def test_the_check_calls_the_loss_as_often_as_its_page_says():
     parts = 3 * [tokens_of(0)]
     calls = []
 
-    def counted(model: nn.Module, batch: Any) -> Tensor:
+    def counted(model, batch):
         calls.append(batch)
         return loss(model, batch)
 
@@ -79,7 +79,7 @@ def test_places_are_ranked_by_what_they_do_until_one_rounding_is_left():
     error = math.hypot(*sizes.values())
     shadow = SimpleNamespace(rounds=sizes, coarsest=(2.0**-9, "bfloat16"))
 
-    def alone(places: list[str]) -> float:
+    def alone(places):
         return math.hypot(*(sizes[place] for place in places))
 
     shares = dict(_ranked(shadow, error, 1.2, alone))

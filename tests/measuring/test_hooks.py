@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.measuring.watch.hooks import LoopHooks
 
@@ -106,7 +106,7 @@ def test_a_step_that_calls_its_parents_step_is_one_step(has_closure):
     diary = Diary()
     LoopHooks(model, [optimizer], model, print).listeners.append(diary)
 
-    def closure() -> Tensor:
+    def closure():
         loss = model(torch.ones(2, 4)).sum()
         loss.backward()
         return loss

@@ -166,7 +166,7 @@ def test_the_first_place_that_is_not_finite_is_told_at_its_step():
 
 
 def test_slow_steps_are_told_as_they_last():
-    def at(rate: Callable[[int], float]) -> list[int]:
+    def at(rate):
         steps = [
             StepMetrics(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s))
             for s in range(1, 400)

@@ -139,7 +139,7 @@ def test_a_weight_without_a_gradient_has_no_sum(dtype):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_wrappers_of_a_model_are_taken_off_in_any_order() -> None:
+def test_the_wrappers_of_a_model_are_taken_off_in_any_order():
     model = torch.nn.Linear(2, 2)
     parallel = DistributedDataParallel(model)
     compiled = torch.compile(model)

@@ -137,10 +137,10 @@ class Scaled(nn.Linear):
 
 
 def test_a_buffer_that_no_state_dict_holds_is_a_state():
-    def stepping(model: Scaled):
+    def stepping(model):
         return lambda: {"model": model, "loss": model(3 * torch.ones(4, 8)).sum().detach()}
 
-    def load(saved: Any) -> Any:
+    def load(saved):
         fresh = Scaled()
         fresh.load_state_dict(saved)
         return {"model": fresh}, stepping(fresh)
@@ -154,14 +154,14 @@ def test_a_buffer_that_no_state_dict_holds_is_a_state():
 def test_a_state_that_the_next_step_computes_anew_changes_nothing():
     loop = Loop()
 
-    def step() -> dict[str, Any]:
+    def step():
         loss = loop.loss()
         return {**loop.objects(), "last": loss}
 
-    def load(saved: Any) -> Any:
+    def load(saved):
         fresh = Loop(saved)
 
-        def step_on() -> dict[str, Any]:
+        def step_on():
             loss = fresh.loss()
             return {**fresh.objects(), "last": loss}
 
@@ -201,10 +201,10 @@ def test_what_has_no_state_is_named_as_not_looked_at():
 
 
 def test_the_position_of_numpys_generator_is_compared():
-    def step() -> dict[str, Any]:
+    def step():
         return {"drawn": np.random.rand()}
 
-    def drawn_twice(saved: Any) -> Any:
+    def drawn_twice(saved):
         np.random.set_state(saved)
         return step(), step
 

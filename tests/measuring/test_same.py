@@ -175,16 +175,16 @@ def test_a_distance_is_relative_to_the_row_and_knows_infinities():
 
 
 def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself():
-    def noisy(tokens: Tensor) -> Tensor:
+    def noisy(tokens):
         return torch.randn(*tokens.shape, 61)
 
     own = torch.Generator()
 
-    def noisy_by_its_own(tokens: Tensor) -> Tensor:
+    def noisy_by_its_own(tokens):
         return torch.randn(*tokens.shape, 61, generator=own)
 
     class Dropping(nn.Module):
-        def forward(self, tokens: Tensor) -> Tensor:
+        def forward(self, tokens):
             return nn.functional.dropout(tokens[..., None].expand(-1, -1, 61).float(), 0.5, True)
 
     for model in (noisy, noisy_by_its_own, Dropping()):
@@ -351,7 +351,7 @@ def test_a_server_without_modules_is_compared_by_its_outputs():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
     table, weight, bias = (p.detach().clone() for p in model.parameters())
 
-    def server(tokens: torch.Tensor, factor: float) -> torch.Tensor:
+    def server(tokens, factor):
         return nn.functional.linear(table[tokens], factor * weight, bias)
 
     tokens = torch.arange(16).view(2, 8)

@@ -43,7 +43,7 @@ def test_the_stored_share_is_that_of_a_twin_in_float32(kind):
     twin = None
     before = {}
 
-    def copied(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def copied(optimizer, args, kwargs):
         nonlocal twin
         before.update({name: p.detach().clone() for name, p in loop.model.named_parameters()})
         wide = [nn.Parameter(p.float()) for p in before.values()]
@@ -93,7 +93,7 @@ def test_tensors_that_took_unlike_steps_are_measured():
     loop = Watched(dtype=B16).train(2)
     update = loop.update
 
-    def without_one() -> None:
+    def without_one():
         loop.model.norm.weight.grad = None
         update()
 
@@ -121,7 +121,7 @@ def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
     reads = []
     copied = device_scalars.HostCopy.cpu
 
-    def counted(self: Any) -> Tensor:
+    def counted(self):
         reads.append(self)
         return copied(self)
 
@@ -145,7 +145,7 @@ def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large():
 
 
 def test_one_of_two_optimizers_has_no_clip_of_its_own(tmp_path):
-    def part(loop: Watched) -> None:
+    def part(loop):
         loop.optimizer.param_groups[0]["params"] = [loop.model.head.weight]
         loop.clip = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
 
@@ -203,7 +203,7 @@ def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch):
     messages = []
     monkeypatch.setattr(laws, "failure_of", lambda title, error: f"{title} ended: {error}")
 
-    def broken(tell: Any) -> Any:
+    def broken(tell):
         yield
         raise ValueError("no ink")
 

@@ -251,7 +251,7 @@ def test_rows_that_are_hit_rarely_are_stored_and_not_told(storage):
     (weight,) = parameters(storage, [(20, 256)], scale=0.05)
     optimizer, alarms = watched([weight], lr=1e-3, storage=storage)
 
-    def draw(step: int) -> Tensor:
+    def draw(step):
         row_is_hit = (torch.arange(20) == step // 25 % 20)[:, None] * (step % 25 == 0)
         return (torch.randn(20, 256) + 1) * row_is_hit
 

@@ -181,7 +181,7 @@ def test_load_hooks_run_as_in_torch(is_torchs):
         del old["seed"], old["low_bits"]
     calls = []
 
-    def mend(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def mend(optimizer, state):
         calls.append(sorted(state["state"]))
         (group,) = state["param_groups"]
         if not is_torchs:

@@ -94,7 +94,7 @@ def test_names_that_a_model_gives_later_draw_no_bits():
 
 
 def test_names_and_places_draw_the_bits_and_a_vector_of_ones_has_none():
-    def stored(name: str, *shapes: tuple[int, ...], low_bits: str = "random") -> list[torch.Tensor]:
+    def stored(name, *shapes, low_bits="random"):
         named = [(f"{name}{k}", narrow(*shape)) for k, shape in enumerate(shapes)]
         optimizer = ng.AdamW(named, low_bits=low_bits, seed=3)
         optimizer.make_missing(optimizer.param_groups[0], [p for _, p in named])

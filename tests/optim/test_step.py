@@ -208,7 +208,7 @@ def test_a_step_is_one_launch(monkeypatch):
     calls = []
     call = launch.KernelLaunch.call
 
-    def counted(rows: launch.KernelLaunch, *arguments: Any, **constants: Any) -> None:
+    def counted(rows, *arguments, **constants):
         calls.append(len(rows.rows))
         call(rows, *arguments, **constants)
 
@@ -350,7 +350,7 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch):
     """Such as a full disk."""
     kernel = kernel_of("adamw", "exact")
 
-    def full(*args: Any) -> None:
+    def full(*args):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:

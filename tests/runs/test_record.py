@@ -221,7 +221,7 @@ def test_a_large_file_is_read_as_a_list_in_few_loops(folder, monkeypatch):
     loops = []
     true_rows_in = reading.rows_in
 
-    def rows_in(file: Path, notes: list[str]):
+    def rows_in(file, notes):
         loops.append(file.stem)
         return true_rows_in(file, notes)
 

@@ -246,7 +246,6 @@ CALLS = {
     "one memory": (lambda: ng.AdamW(on_one_memory()), RecipeError, "another parameter has its memory\n."),
     "the meta device": (lambda: ng.AdamW(nn.Linear(4, 4, device="meta")), RecipeError, "on the meta device\n."),
     "states alone": (lambda: adopt("exp_avg", 4, 4, has_weight=False), RecipeError, "without the weights\n"),
-    "a weight's shape": (lambda: adopt("weight", 4, 2), RecipeError, "'weight' of shape\n"),
     "a moment's shape": (lambda: adopt("exp_avg", 4, 2), RecipeError, "'exp_avg' of shape\n"),
     "an unknown moment": (lambda: adopt("momentum", 4, 4), RecipeError, "momentum.*has weight, exp_avg, exp_avg_sq\n"),
     "vectors": (lambda: replace(STORAGES["word"], vectors="mastre"), RecipeError, "vectors = 'mastre'\nmean 'master'"),

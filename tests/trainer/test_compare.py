@@ -76,7 +76,7 @@ def done(base: dict[str, Any], out: Path, seeds: int = 1, **changes: Any) -> str
 def test_an_interrupted_comparison_goes_on_takes_a_seed_and_is_kept(base, tmp_path, monkeypatch):
     true_train = loop.train
 
-    def train(named: dict[str, Any], **more: Any) -> Path:
+    def train(named, **more):
         if "naive" in named["out"]:
             true_train({**named, "stop_after": 3}, **more)
             raise KeyboardInterrupt

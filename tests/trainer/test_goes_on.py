@@ -74,7 +74,7 @@ def test_an_interruption_saves_and_the_same_command_goes_on(
     words = words_of(settings(place, folder, **CASES["naive"], checkpoint_every=0))
     true_step = loop.train_step
 
-    def train_step(run: loop.Session) -> Any:
+    def train_step(run):
         if run.step == 2:
             signal.raise_signal(number)
         return true_step(run)
