@@ -99,7 +99,7 @@ REFUSALS = {
     ),
     "a next run": (NarrowgaugeError, "{name}", ""),
     "a batch that no layout takes": (NarrowgaugeError, "at once", ""),
-    "no length": (DataError, "sequence_length", ""),
+    "no length": (DataError, "counts samples, and no tokens", "sequence_length="),
     "damaged adapters": (NarrowgaugeError, r"adapter_config\.json is damaged", ""),
     # models and tokens
     "too few embeddings": (DataError, "96 token embeddings; the text has 97", ""),
