@@ -159,12 +159,21 @@ def test_an_area_says_how_many_rows_showed_it():
 
 @pytest.mark.parametrize("name", [n for n, c in COLUMNS.items() if c.area])
 def test_one_row_has_no_course(name):
-    """What ranks hold is compared in one row. All else is read over several."""
-    value = {"apart": [], "unsummed": [], "stored": {"a": 1.0}}.get(name, 0.5)
-    rows = [{"step": 1, name: value}]
-    run = Run(Path("run"), {}, *([[], rows] if name == "val_loss" else [rows, []]))
+    """What is not finite, and what ranks hold, is told of one row. All else is read over several."""
+    bad = BAD[name]
+    rows = [{"step": 1, name: bad[0] if isinstance(bad, tuple) else bad}]
+    diagnosis = ng.diagnose(
+        Run(Path("run"), {}, *([[], rows] if name == "val_loss" else [rows, []]))
+    )
     area = COLUMNS[name].area
-    assert (ng.diagnose(run).unseen.get(area) == "too few rows") != (value == [])
+    is_read = any(rule.least == 1 for rule in RULES if name in rule.needs | rule.also)
+    assert (diagnosis.unseen.get(area) == "too few rows") != is_read
+    assert diagnosis.ok or area in diagnosis.areas
+
+
+def test_a_step_that_has_a_validation_loss_is_a_row():
+    rows = [{"step": step, "loss": 2.0, "val_loss": 2.5} for step in range(1, 31)]
+    assert "30 rows watched" in diagnosed(rows).verdict
 
 
 def test_what_a_run_could_not_have_had_is_not_named():

@@ -214,6 +214,10 @@ def test_what_only_one_run_has_is_the_answer():
     runs = first_difference(first, second)
     assert (runs.readings[0].stage, runs.readings[0].what) == ("gradient", "only-in-one-run")
     assert "Only a has grad:layers.2." in str(runs)
+    first.steps[0]["zero"] = ["a"]
+    second.steps[0]["zero"] = []
+    swapped = first_difference(second, first)
+    assert [at.what for at in swapped.readings] == ["only-in-one-run", "zero"]
     for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
         tensors = row["tensors"]
         row["tensors"] = {key: tensors[key] for key in tensors if not key.startswith("output")}

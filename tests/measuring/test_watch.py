@@ -88,6 +88,21 @@ def test_a_class_that_does_not_step_by_elements_is_not_judged(tmp_path):
     assert "does not repeat" in str(loop.watcher.meter.unseen)
 
 
+def test_classes_of_one_name_are_measured_apart():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(B16)
+    namesake = type("SGD", (OfTheWhole,), {})
+    optimizers = [torch.optim.SGD(model[0].parameters()), namesake(model[1].parameters())]
+    watcher = ng.watch(model, optimizers)
+    for _ in range(4):
+        model(torch.ones(2, 8, dtype=B16)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        watcher.step()
+    assert [*watcher.meter.last["stored"]] == ["0.weight", "0.bias"]
+    assert [*watcher.meter.unseen] == [f"stored updates by {__name__}.SGD"]
+
+
 def test_tensors_that_took_unlike_steps_are_measured():
     """As the experts of a mixture, some of which get no gradient in a step."""
     loop = Watched(dtype=B16).train(2)

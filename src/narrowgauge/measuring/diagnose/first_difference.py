@@ -248,7 +248,9 @@ def _entries(row: Row, step: int) -> Values:
 def _place(item: tuple[str, ComparedValue]) -> tuple[int, ...]:
     """Return the place in a step: stage by stage settings, then tensors in their order, other numbers."""
     column = item[1].column
-    return column.name == LAST, STAGES.index(column.stage), column.unit != "setting"
+    is_number = not item[1].tensor
+    is_setting = is_number and column.unit == "setting"
+    return column.name == LAST, STAGES.index(column.stage), not is_setting, is_number
 
 
 def _differences(

@@ -25,7 +25,7 @@ MANY = 20
 """Steps before a count may speak: of all gradients in each step, and else."""
 
 
-@reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped", least=2)
+@reads(also=f"{' '.join(NUMBERS)} bad bad_values bad_weight skipped")
 def nonfinite(emit: Emit) -> Law:
     """Read the first place of the run that is not finite, once: it makes all later ones so.
 

@@ -254,7 +254,8 @@ class Meter:
             self._measure("jumps of weights", self._take_size, sample, names)
             # Ours have an audit. Masters may be made in a first step, so it is not repeated.
             if self.number and not isinstance(optimizer, Optimizer):
-                what = f"{STORED} by {type(optimizer).__name__}"
+                kind = type(optimizer)
+                what = f"{STORED} by {kind.__module__}.{kind.__qualname__}"
                 args = what, optimizer, sample, names
                 self._measure(what, self._take_stored, *args, part=sample.kind)
         self._samples = []
