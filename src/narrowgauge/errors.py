@@ -10,6 +10,8 @@ import contextlib
 import difflib
 import importlib.util
 import re
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -93,6 +95,19 @@ def suggestion_or_all(name: str, names: Iterable[str]) -> str:
     """Return the nearest known name, as :func:`suggestion` does, or all of them."""
     choices = list(names)
     return suggestion(name, choices) or f"Known: {', '.join(choices)}."
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line that led here: the nearest one outside this package and PyTorch."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("narrowgauge", "torch"):
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 _EXTRAS = {"transformers": "narrowgauge[train]", "tokenizers": "narrowgauge[train]"}

@@ -39,6 +39,7 @@ SCALED = {"loss_scale": 65536.0}
 SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
 CASES = {
     "stored-share": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
+    "stored-share of steps that differ": (stepped(lambda s: {"stored": {"a": s % 2}}), "a", 16),
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
     "not-restored": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "loss scale", 400),

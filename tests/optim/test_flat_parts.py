@@ -48,8 +48,11 @@ def test_a_flat_part_has_the_storage_and_the_low_bits_of_a_matrix():
 
 def test_a_storage_that_most_elements_do_not_have_is_named():
     optimizer = ng.AdamW([("weight", vector(LONGEST_VECTOR - 1))], storage="word")
-    with pytest.warns(UserWarning, match="1,048,575 of 1,048,575 elements are in storage 'master'"):
+    with pytest.warns(
+        UserWarning, match="1,048,575 of 1,048,575 elements are in storage 'master'"
+    ) as told:
         optimizer.step()
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", [ng.Muon, GaLore])

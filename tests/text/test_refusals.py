@@ -213,6 +213,7 @@ CALLS = {
     # recipes by name
     "bf16": (lambda: parse("bf16"), RecipeError, "'bf16' as a recipe\n'bfloat16/word'"),
     "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "named 'reproducibl'\nmean 'reproducible'"),
+    "a recipe that is a number": (lambda: parse(16), RecipeError, "recipe = 16\na name in quotes"),
     "two meanings": (lambda: get_compute("float8"), RecipeError, "'float8' as a recipe\nfloat8-row.*float8-tensor"),
     # optimizers
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*must be .*at least 0"),

@@ -8,10 +8,9 @@
 * **last block**: of the model's blocks, the last share that a compute's ``keep_last`` names.
 """
 
-import warnings
-
 from torch import nn
 
+from narrowgauge.errors import warn_caller
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.linear import is_linear
 from narrowgauge.torch_support.model_parts import parts
@@ -51,10 +50,9 @@ def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -
     inside = model_parts.inside
     layers = multiplied(model)
     if warns and not inside and layers:
-        warnings.warn(
+        warn_caller(
             f"Nothing says which modules of this {type(model).__name__} are its blocks, so all of "
             "its linear layers are narrow, the last one too. Name those to keep with keep=.",
-            stacklevel=4,
         )
     by_name = {}
     for name, module in layers.items():

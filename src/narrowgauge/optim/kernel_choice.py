@@ -1,6 +1,5 @@
 """Which rule and storage a parameter has under its group's options, and its states under both."""
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, warn_caller
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule, extras_of
@@ -118,11 +117,10 @@ class KernelChoice:
         for (asked, name), number in numbers.items():
             is_other = asked.rpartition("/")[2] != name.rpartition("/")[2]
             if is_other and 2 * number > numbers.total() > LONGEST_VECTOR // 16:
-                warnings.warn(
+                warn_caller(
                     f"{number:,} of {numbers.total():,} elements are in storage '{name}', not "
                     f"'{asked}', because of their format or shape. narrowgauge show storages has the "
                     "bytes of each; flat float32 parts of a model can have 'float32-states8'.",
-                    stacklevel=3,
                 )
 
     def local_state(self, group: Group, parameter: Tensor, entry: Any = None) -> LocalState:

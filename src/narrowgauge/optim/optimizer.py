@@ -7,7 +7,6 @@ with a non-finite gradient. The host reads the decision after the step.
 """
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, warn_caller
 from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
@@ -134,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
         options = {"storage": storage, "seed": seed, "low_bits": low_bits}
         super().__init__(params, {**defaults, **options})
         self._is_complete = True
-        self._round(4)
+        self._round()
 
     def _begin(self) -> None:
         """Set what an optimizer or a copy of one begins with."""
@@ -174,8 +173,7 @@ class Optimizer(torch.optim.Optimizer):
                 is_wide = isinstance(self.rule, MatrixRule) or asked.exp_avg.bits == 32
                 row = get_storage("float32" if is_wide else "float32-states8")
                 group["storage"] = row.name
-                level = 2 if self._is_complete else 5  # the caller, or that of our class
-                warnings.warn(KEPT.format(row, asked), stacklevel=level)
+                warn_caller(KEPT.format(row, asked))
                 to_round.clear()
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient
@@ -185,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         self._to_round |= to_round
         if self._is_complete:  # else all groups are checked first
-            self._round(3)
+            self._round()
 
     def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
         """Return the visible format of each parameter of a group that is to be rounded to one."""
@@ -197,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
                 formats[parameter] = visible
         return formats
 
-    def _round(self, stacklevel: int) -> None:
+    def _round(self) -> None:
         """Round float32 parameters in place, and store the values that they had."""
         values = round_in_place(self._to_round)
         self._to_round = {}
@@ -206,7 +204,7 @@ class Optimizer(torch.optim.Optimizer):
         self.adopt(values)
         total = sum(value.numel() for value in values.values())
         storages = sorted({f"'{self.storage_of(parameter).name}'" for parameter in values})
-        warnings.warn(ROUNDED.format(total, ", ".join(storages)), stacklevel=stacklevel)
+        warn_caller(ROUNDED.format(total, ", ".join(storages)))
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 

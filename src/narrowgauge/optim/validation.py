@@ -7,7 +7,6 @@ script has set them.
 
 import hashlib
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
+from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all, warn_caller
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.rules.elementwise import ADAMW, Options
@@ -173,9 +172,8 @@ def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> 
         if parameter.requires_grad and parameter.grad is None:
             idle.append(name)
     if idle:
-        warnings.warn(
+        warn_caller(
             f"The first step has no gradient of {len(idle)} parameters, such as '{idle[0]}'. If the "
             "model has other parameters by now (fully_shard, resize_token_embeddings), make the "
             "optimizer after that.",
-            stacklevel=2,
         )

@@ -8,13 +8,13 @@ mantissas: so many are ties between two values of a lower-precision format.
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import warn_caller
 from narrowgauge.torch_support.triton import runs_on
 
 CPP = "C++"
@@ -150,7 +150,5 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], str]) -> str
             factor = ""
             if language == CPP:
                 factor = "about 25 times "
-            warnings.warn(
-                f"{reason}. The definition runs: {factor}slower, with its own bits.", stacklevel=4
-            )
+            warn_caller(f"{reason}. The definition runs: {factor}slower, with its own bits.")
         return reason

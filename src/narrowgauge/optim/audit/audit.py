@@ -11,7 +11,6 @@ more than one of a hundred raise an alarm. Each rank audits its own part of a sh
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, warn_caller
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim.audit.audit_sample import TURN, AuditSample
 from narrowgauge.optim.step.launch import Batch
@@ -262,7 +261,7 @@ def warn_of(alarms: Sequence[Alarm]) -> None:
     """Warn once, about the worst alarm. This is the default of ``Optimizer.on_alarm``."""
     worst = min(alarms, key=lambda alarm: alarm.reading.edq)
     message = f"Of {len(alarms)} tensors that lose updates, {worst.message}"
-    warnings.warn(message, UpdateLossWarning, stacklevel=4)
+    warn_caller(message, UpdateLossWarning)
 
 
 class Audit(dict[str, AuditedUpdates]):
