@@ -119,6 +119,7 @@ STATES = {
     "stopped, pruned, events lost": ("stopped", both(prune, remove("events.jsonl")), (0, "begins again")),
     "stopped, pruned, settings damaged": ("stopped", both(prune, damage_settings), (2, "is damaged")),
     "stopped, pruned, settings lost": ("stopped", both(prune, remove("run.toml")), (2, "not to be overwritten")),
+    "finished, newer settings": ("finished", make_settings_newer, NEWER),
     "stopped, newer settings": ("stopped", make_settings_newer, NEWER),
     "stopped, pruned, newer settings": ("stopped", both(prune, make_settings_newer), NEWER),
     "no checkpoint yet": ("stopped", keep_first_row, (0, "begins again")),

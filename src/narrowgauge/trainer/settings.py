@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, RankError, RecordError, require_package
 from narrowgauge.runs.paths import is_run, require_free
-from narrowgauge.runs.record import read_run, read_summary
+from narrowgauge.runs.record import SchemaError, read_run, read_settings, read_summary
 from narrowgauge.runs.text import plural
 from narrowgauge.spec.models import MODELS, get_model
 from narrowgauge.spec.parse import parse
@@ -177,6 +177,7 @@ def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
     events = []
     reasons = []
     if checkpoints.folders(folder):
+        has_settings(folder)  # or is of another version
         checkpoint, damaged = checkpoints.require(folder)
         notes = checkpoints.notes_of(checkpoint)
         for name in damaged:
@@ -213,6 +214,17 @@ def find_start(named: Mapping[str, Any], num_ranks: int = 1) -> Start:
             "Leave the setting as it was, or start another run with another --out.",
         )
     return Start(settings, checkpoint, step, tuple(events), is_finished)
+
+
+def has_settings(folder: Path) -> bool:
+    """Return whether ``run.toml`` can be read. Refuse one of another version, which is whole."""
+    try:
+        read_settings(folder)
+    except SchemaError:
+        raise
+    except RecordError:
+        return False
+    return True
 
 
 def _notes_of_record(folder: Path) -> dict[str, Any]:

@@ -34,19 +34,17 @@ from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prep
 from narrowgauge.distributed.process_group import require_same, threads_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.errors import RecordError
 from narrowgauge.measuring.watch.hooks import RunNotice
 from narrowgauge.measuring.watch.recorder import RunRecorder
 from narrowgauge.optim.audit.audit import UpdateLossWarning
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.record import SchemaError, read_settings
 from narrowgauge.runs.schema import EVAL, STEP
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.parse import parse
 from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.preserve import preserve_generators
 from narrowgauge.trainer import checkpoints, language_model
-from narrowgauge.trainer.settings import Settings, Start, find_start
+from narrowgauge.trainer.settings import Settings, Start, find_start, has_settings
 from narrowgauge.trainer.tokens import Tokens, open_tokens
 
 if TYPE_CHECKING:
@@ -297,12 +295,8 @@ def _recorder_of(run: Session, start: Start, say: Callable[[str], object]) -> Ru
 
 
 def _mend(settings: Settings) -> None:
-    """Write ``run.toml`` again if it is damaged. One of another version is whole."""
-    try:
-        read_settings(settings.folder)
-    except SchemaError:
-        raise
-    except RecordError:
+    """Write ``run.toml`` again if it is damaged."""
+    if not has_settings(settings.folder):
         with Record(settings.folder) as record:
             record.amend({"config": vars(settings)})
 
