@@ -169,6 +169,11 @@ def test_muon_takes_vectors_at_a_rate_of_adamws():
     take_steps(optimizer, range(1))  # with the betas of the first group
     alike = ng.Muon([narrow(4, 6), narrow(5)], lr=3e-4, adjust_lr_fn="match_rms_adamw")
     assert len(alike.param_groups[0]["params"]) == 2
+    vectors = ng.Muon([narrow(5)], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+    take_steps(vectors, range(3))  # the last one with the checks of the second
+    vectors.param_groups[0]["adjust_lr_fn"] = "original"
+    with pytest.raises(ng.errors.RecipeError):
+        take_steps(vectors, range(3, 4))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])

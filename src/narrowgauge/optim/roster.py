@@ -24,7 +24,7 @@ from narrowgauge.optim.step.state import LocalState
 from narrowgauge.optim.step.step import batches_of
 from narrowgauge.torch_support.torch_names import is_captured, look_of
 
-CHOOSING = ("storage", "rule", "momentum")
+CHOOSING = ("storage", "rule", "momentum", "adjust_lr_fn")
 """Options that choose a kernel."""
 FIXED = (float, int, bool, str, tuple, type(None))
 """Types of options that nobody changes in place."""

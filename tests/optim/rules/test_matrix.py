@@ -16,7 +16,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.torch_support import machine
 from optim.pairs import narrow, parameters, step_along
 from oracles import galore as oracle
-from tensors import gaussian, peak_bytes, step_gradients
+from tensors import gaussian, peak_bytes, step_gradients, take_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,6 +84,16 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape, scale, nesterov)
     assert relative(ours.detach() - start, theirs.detach() - start) < 0.02
     momentum = torch_muon.state[theirs]["momentum_buffer"]
     assert relative(optimizer.stored(ours, "momentum_buffer"), momentum) < 1e-6
+
+
+@EVERY
+def test_a_group_may_ask_for_adamw(rule):
+    """As embeddings and heads do, which are matrices."""
+    first, second = narrow(6, 4), narrow(6, 4)
+    same = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1, "compile": False}
+    take_steps(make(rule, [{"params": [first], "rule": "adamw"}], **same), range(3))
+    take_steps(optimizers.AdamW([second], **same), range(3))
+    assert torch.equal(first, second)
 
 
 @EVERY
