@@ -142,9 +142,14 @@ def test_a_record_goes_back_to_one_of_its_steps(tmp_path):
             recorder.go_back(6)
         train(recorder, range(1))
     assert [row["step"] for row in ng.read_run(tmp_path / "run").steps] == [4, 7]
-    with begin(None) as watch:
-        watch.go_back(3)
-        assert watch.num_steps == 3
+    rows = []
+    with begin(None, on_row=lambda kind, row: rows.append(row)) as watch:
+        for step in (30, 3):  # what is not finite is told of each
+            watch.go_back(step, tokens=12)
+            with pytest.warns(RunNotice, match="not finite"):
+                watch.step(math.nan, loss_scale=64.0, tokens=4)
+    assert [(row["step"], row["tokens"]) for row in rows if "tokens" in row] == [(31, 16), (4, 16)]
+    assert not any(row.get("what") == "not-restored" for row in rows), "of the loss scale"
 
 
 def test_a_step_that_the_loop_left_out_has_a_row(tmp_path):

@@ -278,7 +278,9 @@ class RunRecorder:
                 f"Cannot go back to step {step} because the first step is 0.",
                 "Give the step of the loaded checkpoint.",
             )
-        if self.folder is None:
+        if self.folder is None:  # no row says what the laws read up to this step
+            self.laws = Laws(self.laws.ignore, say=self._ended)
+            self._tokens = self._tokens if tokens is None else tokens
             self.meter.go_on_after(step)
             return
         run = self._ranks.of_first(lambda: self._rewound(step))
