@@ -91,6 +91,7 @@ class Own(torch.optim.Optimizer):
 
     def __init__(self, params: Any, rounding: str) -> None:
         super().__init__(params, {"lr": 1e-5, "rounding": rounding})
+        self.constants = [None, True, 1, 0.5, 1j, "a", b"a", {"a"}, frozenset("a"), torch.float32]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -35,7 +35,8 @@ VALUE = -1.5
 RATE = 2.0**-10
 """At which the size of a class's step over its rate is measured."""
 PLAIN = (
-    type(None), int, float, str, set, type, Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType,
+    type(None), int, float, complex, str, bytes, set, frozenset, type, Enum, torch.dtype, torch.device, FunctionType,
+    BuiltinFunctionType,
 )  # fmt: skip
 """Types whose copies share nothing that a step changes."""
 _OF_THE_COPY = ("state", "param_groups", "step")  # a schedule replaces the step by a method
