@@ -221,6 +221,7 @@ def test_what_only_one_run_has_is_the_answer():
     for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
         tensors = row["tensors"]
         row["tensors"] = {key: tensors[key] for key in tensors if not key.startswith("output")}
+        row["tensors"]["unknown:layers.0"] = [5, 1.0, NUMEL, ""]
     assert not first_difference(make_run("a"), second).readings
 
 

@@ -327,6 +327,7 @@ FILES = [
     ("run.toml", f"schema_version = {VERSION}\nconfig = 3\n", Record.open, RecordError, "'config' is not a table"),
     ("trainer_state.json", log("1.0"), read_run, RecordError, "trainer_state.json is damaged"),
     ("trainer_state.json", log("1.0}]}"), read_run, RecordError, "holds no loss"),
+    ("trainer_state.json", "", lambda path: read_run(path.parent), RecordError, "trainer_state.json holds no loss"),
     ("metrics.csv", "", read_run, RecordError, "metrics.csv holds no loss at a step. It has no rows"),
     ("metrics.csv", "step,loss\n,1.0\n", read_run, RecordError, "holds no loss"),
     ("metrics.csv", "step,loss\n\x000,1.0\n", read_run, RecordError, "holds no loss"),

@@ -56,7 +56,8 @@ def log_file(path: Path) -> Path | None:
     """
     with disk_errors(path):
         for file in filter(Path.is_file, (path, path / _STATE, path / _METRICS)):
-            if file.suffix.lower() in (".csv", ".log", ".txt") or _is_state(file):
+            is_table = file.suffix.lower() in (".csv", ".log", ".txt")
+            if is_table or file.name == _STATE or _is_state(file):
                 return file
     return None
 

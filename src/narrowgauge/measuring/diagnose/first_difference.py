@@ -234,8 +234,9 @@ def _entries(row: Row, step: int) -> Values:
         elif kind == "tokens":
             tokens = tokens or numel
             norm = None  # of integers
-        ranks = more[1] if len(more) > 1 else [bits]  # after the format
-        entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, ranks)
+        if kind in HASHED:  # later versions may write further ones
+            ranks = more[1] if len(more) > 1 else [bits]  # after the format
+            entries[key] = ComparedValue(HASHED[kind], key, str(bits), norm, numel, ranks)
     for name, x in row.items():
         column = COLUMNS.get(name, OTHER)
         is_own = column is OTHER and (not isinstance(x, float) or name.endswith(_OWN_TIMES))
