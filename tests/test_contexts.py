@@ -38,7 +38,7 @@ ARGUMENTS = {
     "_of_the_copy": (nn.Linear(2, 2),),
     "RandomRounding": (0, 0.0),
     "PolicyMode": (),
-    "_weights_put_back": ({}, []),
+    "_weights_put_back": ({},),
     "_taken": ({}, None),
     "FirstBad": (nn.Linear(2, 2),),
 }
