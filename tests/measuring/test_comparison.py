@@ -75,7 +75,7 @@ VERDICTS = [
     (word(4.2, 4.0, 4.2), "not distinguishable"),
     (word(4.02, 4.1, 4.18), "not distinguishable"),  # up to 1.2 %
     (word(4.01), "no interval"),
-    (word(None, None), "no loss"),
+    (word(None, None), "no final validation loss"),
     (word(4.0, math.nan, 4.2), "diverged"),
     (word(*EQUAL, edq=0.85), "loses its updates"),
     (word(*EQUAL, edq=0.91), "within the noise"),

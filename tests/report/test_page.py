@@ -141,7 +141,9 @@ def test_the_page_says_what_was_run_its_verdict_and_what_diagnose_prints():
     for text in str(Diagnosis(run)).splitlines():
         assert escape(text) in page
     assert "<details open>" in page and not re.search(r"(?:src|href)=[\"']?(?:https?|//)", page)
-    assert "No recipe is named. bfloat16/word: no loss." in page_of(make_run(is_finished=False))
+    assert "No recipe is named. bfloat16/word: no final validation loss." in page_of(
+        make_run(is_finished=False)
+    )
 
 
 def test_table_page_and_diagnosis_agree_on_lost_updates():

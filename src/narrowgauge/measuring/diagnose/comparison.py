@@ -233,7 +233,7 @@ def _row(label: str, finished: Sequence[Row]) -> Row:
     if len(finished) > len(summaries):
         row["verdict"] = "diverged"
     elif not summaries:
-        row["verdict"] = "no loss"
+        row["verdict"] = "no final validation loss"
     elif row["edq"] is not None and loses_updates(row["edq"], statistics.median(errors)):
         row["verdict"] = "loses its updates"
     return row
