@@ -114,7 +114,8 @@ def main(arguments=None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
     flags.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    flags.add_argument("--factors", nargs="+", type=int, default=FACTORS)
+    words = "to measure; the new record of a row has these alone"
+    flags.add_argument("--factors", nargs="+", type=int, default=FACTORS, help=words)
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     begin("outliers", options, peers=("transformers", "bitsandbytes"))

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import narrowgauge as ng
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.matmul.gemm import EmulationNotice
 
 FILE = Path(__file__).with_name("trainings.jsonl")
@@ -168,7 +169,10 @@ class Training:
         self.is_wide = name in ("autocast", "bfloat16/float32")  # float32 weights under autocast
         self.scaler = torch.amp.GradScaler(DEVICE, enabled=name.startswith("float16/"))
         self.sums = None
-        if "sums" in row_of(row).options:
+        rounding = row_of(row).options.get("sums")
+        if rounding not in (None, "nearest"):
+            raise NarrowgaugeError(f"Cannot round sums by {rounding!r}.", "Take sums=nearest.")
+        if rounding:
             self.sums = Float8Sums(self.model.parameters())
         self.losses = {}
         self.outliers = {}
