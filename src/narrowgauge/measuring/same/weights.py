@@ -322,8 +322,9 @@ def _row(name: str, one: StoredWeight, other: StoredWeight) -> Row:
         if weight.layer is not None and row["adapter_times"] is None:
             added = weight.added()
             times = _difference(added, y.double() - x.double())["factor"]
-            rest = _difference(x.double() + times * added, y.double())["change"]
-            if rest > ROUNDINGS * unit_of(dtype):  # other weights, with or without adapters
+            rest = y.double() - x.double() - times * added
+            size = max(x.norm(), y.norm())  # a merge rounds the larger one
+            if rest.norm() > ROUNDINGS * unit_of(dtype) * size:  # other weights
                 continue
             row["adapter_times"] = times
             if row["change"] <= ROUNDINGS * unit_of(dtype) and not _is_beyond(row):
