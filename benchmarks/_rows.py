@@ -127,15 +127,21 @@ def turn_a_bit(model: nn.Module) -> None:
             return
 
 
+def recipe_of(row) -> str:
+    """Return the recipe of a row of ours, which names its storage, its rule or its compute too."""
+    rule, _, storage = row.name.partition("/")
+    if rule == "galore" or not storage:
+        return f"bfloat16/{storage or rule}"
+    return row.name
+
+
 def ours(row, model: nn.Module, seed: int, options) -> torch.optim.Optimizer:
     """Give the model the layers of a recipe, and return our optimizer."""
-    rule, _, storage = row.name.partition("/")
-    recipe = row.name if storage else f"bfloat16/{row.name}"
+    recipe = recipe_of(row)
     decay = options.pop("weight_decay")
     kind = ng.AdamW
     outer = ()
-    if rule == "galore":
-        recipe = f"bfloat16/{storage}"
+    if row.name.startswith("galore/"):
         kind = GaLore
         outer = ("embed_tokens", "lm_head")  # Jordan et al. 2024
         for name, value in row.options.items():

@@ -33,12 +33,13 @@ import math
 import statistics
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from _conditions import conditions, digests, keep_newest
-from _rows import Float8Sums, bytes_per_param, prepared, row_of
+from _rows import Float8Sums, bytes_per_param, prepared, recipe_of, row_of
 from _starts import BYTES, SMOLLM2, Start, expect_pinned, start_of
 from _timing import exit_by
 from outliers import peaks_of
@@ -46,8 +47,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import narrowgauge as ng
+from narrowgauge.assembly.preparation import compute_scope
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.spec.parse import parse
 
 FILE = Path(__file__).with_name("trainings.jsonl")
 COMPARED = Path(__file__).with_name("compare.jsonl")
@@ -125,20 +128,20 @@ def lines():
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def loss_of(model, blocks: Tensor, is_wide: bool) -> Tensor:
+def loss_of(model, blocks: Tensor, scope) -> Tensor:
     """Return the mean loss of the next tokens of blocks ``[batch, length + 1]``."""
     inputs, targets = blocks[:, :-1], blocks[:, 1:]
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=is_wide):
+    with scope:
         logits = model(input_ids=inputs).logits
     return cross_entropy(logits.float().mT, targets)
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, blocks: Tensor, is_wide: bool) -> float:
+def validation_loss(model: nn.Module, blocks: Tensor, scope) -> float:
     model.eval()
     losses = []
     for part in blocks.split(8):
-        losses.append(loss_of(model, part.to(DEVICE), is_wide).item())
+        losses.append(loss_of(model, part.to(DEVICE), scope).item())
     model.train()
     return statistics.fmean(losses)
 
@@ -165,9 +168,11 @@ class Training:
             options["max_grad_norm"] = setting.max_grad_norm
         self.optimizer = prepared(row, self.model, seed, options)
         self.is_ours = isinstance(self.optimizer, ng.Optimizer)
-        name = row_of(row).name
-        self.is_wide = name in ("autocast", "bfloat16/float32")  # float32 weights under autocast
-        self.scaler = torch.amp.GradScaler(DEVICE, enabled=name.startswith("float16/"))
+        self.scope = torch.autocast(DEVICE, torch.bfloat16, enabled=row_of(row).name == "autocast")
+        if self.is_ours:
+            self.scope = compute_scope(parse(recipe_of(row_of(row))), torch.device(DEVICE))
+        scales_loss = self.is_ours and self.optimizer.scales_loss
+        self.scaler = torch.amp.GradScaler(DEVICE, enabled=scales_loss)
         self.sums = None
         rounding = row_of(row).options.get("sums")
         if rounding not in (None, "nearest"):
@@ -197,7 +202,7 @@ class Training:
         parts = self.batch(step).chunk(self.setting.micro_batches if self.sums else 1)
         total = 0.0
         for part in parts:
-            loss = loss_of(self.model, part, self.is_wide) / len(parts)
+            loss = loss_of(self.model, part, self.scope) / len(parts)
             self.scaler.scale(loss).backward()
             total += loss.item()
             if self.sums:
@@ -213,7 +218,7 @@ class Training:
 
     def evaluate(self, step: int) -> bool:
         """Judge the held-out text, and return whether its loss is finite."""
-        loss = validation_loss(self.model, self.start.held_out, self.is_wide)
+        loss = validation_loss(self.model, self.start.held_out, self.scope)
         self.losses[str(step)] = loss if math.isfinite(loss) else None
         if self.setting.with_outliers:
             self.outliers[str(step)] = outliers(self.model, self.start.held_out[:64])
@@ -256,11 +261,11 @@ def outliers(model: nn.Module, blocks: Tensor):
         for channels in peaks_of(model, part.to(DEVICE)).values():
             ratio = max(ratio, float(channels.max() / channels.median()))
     figures = {"channel_to_median": ratio}
-    wide = validation_loss(model, blocks, False)
+    wide = validation_loss(model, blocks, nullcontext())
     for compute in ("float8-tensor", "float8-row"):
         swapped = copy.deepcopy(model)
         ng.swap_linears(swapped, compute)
-        figures[compute] = validation_loss(swapped, blocks, False) - wide
+        figures[compute] = validation_loss(swapped, blocks, nullcontext()) - wide
     return figures
 
 
@@ -343,7 +348,7 @@ def compare(rows, num_seeds: int, out: str) -> None:
         with record(training.model, training.optimizer) as recorder:
             for step in range(setting.steps):
                 recorder.step(training.take_step(step), tokens=setting.batch_size * setting.length)
-            recorder.evaluate(validation_loss(training.model, start.held_out, training.is_wide))
+            recorder.evaluate(validation_loss(training.model, start.held_out, training.scope))
 
     comparison = ng.compare(train_row, rows, seeds=num_seeds, out=out)
     print(comparison.table().plain())

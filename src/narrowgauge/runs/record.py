@@ -64,8 +64,9 @@ class Run:
     @property
     def last_step(self) -> Row:
         """Return the row of the last step, which is empty without one."""
-        last = deque(self.steps, 1)
-        return last[0] if last else {}
+        if isinstance(self.steps, LargeFile):
+            return self.steps.last
+        return self.steps[-1] if self.steps else {}
 
     @property
     def is_foreign(self) -> bool:
@@ -209,6 +210,12 @@ class LargeFile:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    @cached_property
+    def last(self) -> Row:
+        """Return the last row, for which the file is read once."""
+        rows = deque(self, 1)
+        return rows[0] if rows else {}
 
 
 Rows = list[Row] | LargeFile

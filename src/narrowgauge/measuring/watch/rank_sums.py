@@ -85,15 +85,20 @@ class RankSums:
         self._has_data = False
 
     def _unlike(self, values: Tensor) -> Tensor:
-        """Return which values differ between ranks, as :meth:`compare` says. No device is waited for."""
-        parts = [torch.empty_like(values) for _ in range(self._ranks.size)]
-        dist.all_gather(parts, values)
-        of_ranks = torch.stack(parts)
-        is_other = (of_ranks != of_ranks.mode(0).values).long()
-        count = is_other.sum(0)
-        is_lone = (count == 1) & (len(parts) > 2)  # of two ranks, each is the other
-        lone = is_other.argmax(0) + 1
-        return lone.masked_fill(~is_lone, -1).masked_fill(count == 0, 0)
+        """Return which values differ between ranks, as :meth:`compare` says: their largest and their
+        smallest do. No device is waited for, and what is sent does not grow with the ranks.
+        """
+        extremes = torch.stack([values, ~values])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        largest, smallest = extremes[0], ~extremes[1]
+        holds = torch.stack([values == largest, values == smallest]).long()
+        held = torch.stack([holds, holds * (self._ranks.rank + 1)])
+        dist.all_reduce(held)
+        counts, ranks = held
+        is_lone = counts.flip(0) == self._ranks.size - 1
+        lone = (is_lone * ranks).sum(0)
+        is_shared = (lone == 0) | is_lone.all(0)  # of two ranks, each is the other
+        return lone.masked_fill(is_shared, -1).masked_fill(largest == smallest, 0)
 
 
 def bits(x: Tensor) -> Tensor:
